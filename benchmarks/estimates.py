@@ -75,7 +75,7 @@ def measure(
 
 def messages_only() -> tuple[passes.Pass, ...]:
     """The default passes, with a table by which shared memory costs too much."""
-    table = passes.pipeline.BUILT_IN
+    table = passes.default_passes.BUILT_IN
     links = tuple(replace(link, curves=_slow_shared(link)) for link in table.links)
     return passes.default(table=replace(table, links=links))
 

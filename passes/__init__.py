@@ -3,7 +3,7 @@
 Usable on its own, on any FX graph with functional collectives: ``Program.from_graph(graph_module, roles=...)``.
 """
 
-from .analysis.costs import Table
+from .analysis.collective_algorithms import Table
 from .base import Fact, Pass, facts_of
 from .cleanup.dead_code import DeadCode
 from .cleanup.drop_detach import DropDetach
@@ -18,6 +18,7 @@ from .communication.realise import Realise
 from .communication.reshard import Reshard
 from .communication.start_early import StartEarly
 from .communication.wait_late import WaitLate
+from .default_passes import default, with_islands, with_numbers_on_device, with_regions
 from .errors import (
     CaptureError,
     MemoryBudgetError,
@@ -46,7 +47,6 @@ from .memory.recompute import Recompute
 from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
-from .pipeline import default, with_islands, with_numbers_on_device, with_regions
 from .regions.form_islands import FormIslands
 from .regions.form_regions import FormRegions
 from .report import EstimatedTime, OneCollective, PassEffect, Report

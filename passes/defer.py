@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .base import Pass
+from .default_passes import backend_of, table_of
 from .errors import PassError
 from .ir.bundle import Bundle
 from .ir.check_bundle import check_bundle
 from .ir.program import Program
 from .memory.update_in_place import UpdateInPlace
-from .pipeline import backend_of, table_of
 from .regions.form_islands import FormIslands
 from .regions.form_regions import FormRegions
 from .runner import FIRST_STAGE, OnStage, run

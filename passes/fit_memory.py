@@ -23,6 +23,7 @@ from torch import fx
 
 from .base import Pass
 from .communication.form_units import FormUnits
+from .default_passes import backend_of, table_of
 from .errors import MemoryBudgetError, PassError
 from .ir.collectives import Kind
 from .ir.micro_batches import runs_of
@@ -31,7 +32,6 @@ from .ir.roles import Role
 from .memory.peak_memory import planned_memory
 from .memory.recompute import Recompute
 from .memory.temporaries import most_with_temporaries
-from .pipeline import backend_of, table_of
 from .runner import run
 from .schedule.estimate import estimate
 from .schedule.node_costs import NodeCosts, device_of

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
-from .analysis.costs import BUILT_IN
-from .analysis.costs import Table as Costs
+from .analysis.collective_algorithms import BUILT_IN
+from .analysis.collective_algorithms import Table as Costs
 from .ir.collectives import Collective, Kind, input_bytes, moved
 from .ir.printer import short_dtype
 from .ir.program import Program

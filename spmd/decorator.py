@@ -20,7 +20,7 @@ from passes import (
     Pass,
 )
 
-from .lowering.backends import Backend
+from .lowering.compiled_regions import Backend
 from .modes.base import ParallelMode
 from .options import ModeName, Options
 from .override import Override

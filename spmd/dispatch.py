@@ -373,7 +373,7 @@ class Dispatch:
         dims = self.rows_of_results.of(turn.compiled.captured, turn.compiled.program)
         return partial(restore, rows=turn.rows, program=turn.compiled.program, dims=dims, exchange=exchange)
 
-    def change(self, call: Call) -> str:
+    def reason_to_compile(self, call: Call) -> str:
         """The reason to compile, in the user's words."""
         return reason_to_compile(call, self.last, self._own(call))
 
@@ -434,7 +434,7 @@ class Dispatch:
             values = turn.compiled.describe_values(turn.call.given, turn.live)
             before = ["finishes the update of the call before"] if turn.compiled.has_pending else []
             return [*lines, *before, *values, f"runs {turn.compiled.program.name}", describe_seed()]
-        return [*lines, f"has to compile because of {self.change(turn.call)}"]
+        return [*lines, f"has to compile because of {self.reason_to_compile(turn.call)}"]
 
     @contextmanager
     def _reporting_failure(self) -> Iterator[None]:

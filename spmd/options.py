@@ -14,15 +14,15 @@ from torch import fx, nn
 
 import passes
 from passes import Pass, Program
+from passes.default_passes import with_micro_batches
 from passes.defer import run_and_defer
 from passes.fit_memory import AllGather, fit
 from passes.ir.bundle import Bundle
-from passes.pipeline import with_micro_batches
 from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
 from .interpreter.interrupts import interruptible
-from .lowering.backends import Backend, takes_examples
+from .lowering.compiled_regions import Backend, takes_examples
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
 from .modes.option_groups import check_memory

@@ -35,7 +35,7 @@ from .override import Override
 from .partitioner import partition
 from .partitioner.assignment import Assignment, Choice
 from .partitioner.plan import Plan, Solver
-from .partitioner.problem import Problem
+from .partitioner.solver_problem import Problem
 from .planning.plans import Plans
 from .planning.search import plan
 from .ranks.agreed import pad_to_longest, shared_rng

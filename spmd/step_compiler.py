@@ -19,8 +19,8 @@ from passes import (
     RankMismatchError,
     facts_of,
 )
+from passes.default_passes import table_of, with_islands, with_rates
 from passes.ir.bundle import Bundle
-from passes.pipeline import table_of, with_islands, with_rates
 
 from ._torch import DisableAutocast
 from .cache.compile_cache import Lookup, look_up
@@ -31,7 +31,7 @@ from .call.rng import adopt, proposed
 from .capture import Captured
 from .capture.sizes.any_size import AnySize
 from .capture_call import capture_call
-from .compile_stages import Stages
+from .compile_phases import CompilePhases
 from .compiled import Compiled, describe_for_agreement, text_of
 from .deferral.deferred_update import DeferredUpdate
 from .deferral.pending import no_hooks_on_calls
@@ -45,8 +45,8 @@ from .interpreter.interrupts import held_interrupts
 from .interpreter.source_lines import warn_user
 from .interpreter.young_collections import young_collections
 from .lowering.arenas import Arenas
-from .lowering.backends import Backend, CompiledRegions
 from .lowering.codegen import Compiles
+from .lowering.compiled_regions import Backend, CompiledRegions
 from .lowering.cuda_graphs import why_not_captured
 from .lowering.islands import CompiledIslands
 from .lowering.lower import Executable
@@ -108,10 +108,10 @@ class StepCompiler:
         with held_interrupts():
             with young_collections(), all_or_none(self._name, turn.connection) as agreement:
                 rebind_replaced_parameters(call.given.optimizers.values())
-                reason = self._dispatch.change(call)
+                reason = self._dispatch.reason_to_compile(call)
                 call.without_gradient = self._dispatch.cleared_first(call)
                 progress = Progress(self._title(reason), shown=agreement.is_first_rank)
-                stages = Stages(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress, reason)
+                stages = CompilePhases(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress, reason)
                 begun = call.initial_state(self._dispatch.idle)
                 with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
                     compiled = self._compiled(turn, call, agreement, stages)
@@ -128,7 +128,7 @@ class StepCompiler:
         number = self._dispatch.compiled + 1
         return f"{self._name} (program {number}: {reason})" if number > 1 else self._name
 
-    def _compiled(self, turn: Turn, call: Call, agreement: Agreement, stages: Stages) -> Compiled:
+    def _compiled(self, turn: Turn, call: Call, agreement: Agreement, stages: CompilePhases) -> Compiled:
         """Make the program, or read it from an entry, and lower it. State is changed last, when all has gone well."""
         options, name, costs = self._options, stages.name, table_of(self._options.pipeline)
         dump = self.dumps.dump(options.dump_folder, name)
@@ -190,7 +190,7 @@ class StepCompiler:
         self,
         call: Call,
         agreement: Agreement,
-        stages: Stages,
+        stages: CompilePhases,
         dump: Dump,
         lookup: Lookup,
         shared: SharedCapture | None,
@@ -279,7 +279,9 @@ class StepCompiler:
         return *transform(local, self._options.overrides, state.locals), state
 
     @contextmanager
-    def _choosing(self, pipeline: tuple[Pass, ...], agreement: Agreement, stages: Stages) -> Iterator[tuple[Pass, ...]]:
+    def _choosing(
+        self, pipeline: tuple[Pass, ...], agreement: Agreement, stages: CompilePhases
+    ) -> Iterator[tuple[Pass, ...]]:
         """The pipeline for a backend that takes islands where they are quicker, as all ranks measure."""
         if not isinstance(self._backend_regions, CompiledIslands):
             yield pipeline

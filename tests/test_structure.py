@@ -33,7 +33,7 @@ ORDER = {
         regions/
         page/
         measured
-        pipeline runner trace report
+        default_passes runner trace report
         defer fit_memory
         __init__
     """,
@@ -54,7 +54,7 @@ ORDER = {
         modes/
         state/
         lowering/
-        override dump progress compile_stages edited_programs
+        override dump progress compile_phases edited_programs
         deferral/
         options compiled shared_captures unsharded initialized mesh_picture profile recorder
         cache/

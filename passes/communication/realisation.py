@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..analysis.costs import Algorithm
+from ..analysis.collective_algorithms import Algorithm
 from ..ir import edit
 from ..ir.collectives import WAIT, Kind, group_of, kind_of, operands
 from ..ir.edit import insert_before

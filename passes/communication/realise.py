@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..analysis.agreed_sizes import most_bytes
-from ..analysis.costs import BUILT_IN, Algorithm, Table, algorithms_along
+from ..analysis.collective_algorithms import BUILT_IN, Algorithm, Table, algorithms_along
 from ..analysis.topological import settle
 from ..base import Fact, Numerics, Pass
 from ..ir.collectives import Kind, c10d, communicate_in, group_of, is_wait, kind_of, operands, reduction_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..analysis.costs import Algorithm
+from ..analysis.collective_algorithms import Algorithm
 from ..ir.collectives import WAIT, Kind, kind_of, operands, reduction_of
 from ..runtime import coalesced_collectives, shared_memory_collectives
 from .packed import UnpackedColumns, packed_columns

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..analysis.costs import Algorithm
+from ..analysis.collective_algorithms import Algorithm
 from ..ir.collectives import WAIT, Kind, reduction_of
 from ..runtime import collective_ops, message_collectives
 from .realisation import Realisation
@@ -57,7 +57,7 @@ def _reduced(task: Realisation) -> list[fx.Node]:
 def _gathered(task: Realisation) -> fx.Node:
     """The node that starts to gather the parts of all ranks."""
     total, flat = task.node.meta["val"].numel(), task.flat(task.operand)
-    if task.algorithm is Algorithm.BROADCAST:
+    if task.algorithm is Algorithm.GATHER_BY_BROADCAST:
         op, by = message_collectives.gather_by_broadcast.default, "broadcast per part"
     else:
         op, by = message_collectives.gather_by_sending.default, "send per pair"

@@ -124,7 +124,7 @@ KEYS: tuple[Key, ...] = (
             _ERRORS,
             "spmd/lowering/codegen.py",
             "spmd/lowering/cuda_graphs.py",
-            "spmd/lowering/backends.py",
+            "spmd/lowering/compiled_regions.py",
             _SCHEDULE,
             _REPORT,
             _PAGE,

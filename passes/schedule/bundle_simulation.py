@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from ..analysis.costs import BUILT_IN, Table
+from ..analysis.collective_algorithms import BUILT_IN, Table
 from ..errors import PassError
 from ..ir.bundle import Bundle, InFlight
 from ..ir.collectives import Kind, channel_of, is_collective, is_message, is_wait, kind_of, peer_of

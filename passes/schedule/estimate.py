@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..analysis.costs import BUILT_IN, Table
+from ..analysis.collective_algorithms import BUILT_IN, Table
 from ..ir.micro_batches import runs_of
 from ..ir.program import Program
 from .node_costs import NodeCosts, device_of

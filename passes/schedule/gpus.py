@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..analysis.costs import Algorithm, Link, Point, Table
+from ..analysis.collective_algorithms import Algorithm, Link, Point, Table
 from ..ir.collectives import Kind
 from ..ir.program import Axis, Mesh
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from ..analysis.agreed_sizes import most_bytes
 from ..analysis.aliases import is_view
-from ..analysis.costs import BUILT_IN, MEASURED_MEMBERS, Algorithm, Link, Point, Table
+from ..analysis.collective_algorithms import BUILT_IN, MEASURED_MEMBERS, Algorithm, Link, Point, Table
 from ..analysis.out_variants import is_constant
 from ..analysis.strides import Layouts
 from ..ir.collectives import (
@@ -45,8 +45,8 @@ from .rates import Rates
 
 _BY_ALGORITHM: dict[Algorithm, tuple[Any, ...]] = {
     Algorithm.EXCHANGE: (message_collectives.exchange, message_collectives.swap),
-    Algorithm.BROADCAST: (message_collectives.gather_by_broadcast,),
-    Algorithm.SENDING: (message_collectives.gather_by_sending,),
+    Algorithm.GATHER_BY_BROADCAST: (message_collectives.gather_by_broadcast,),
+    Algorithm.GATHER_BY_SENDING: (message_collectives.gather_by_sending,),
     Algorithm.COALESCED: (
         coalesced_collectives.coalesced_all_gather,
         coalesced_collectives.coalesced_reduce_scatter,

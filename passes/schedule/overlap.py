@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 from ..analysis.agreed_sizes import has_unequal_parts
-from ..analysis.costs import BUILT_IN, Table
+from ..analysis.collective_algorithms import BUILT_IN, Table
 from ..analysis.topological import arrange
 from ..base import Pass
 from ..communication.wait_late import WaitLate

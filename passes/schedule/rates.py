@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from ..analysis.costs import Link, Table
+from ..analysis.collective_algorithms import Link, Table
 from ..ir.program import Axis, Mesh
 from .gpus import AHEAD, GPUS, compute_of, published_link
 

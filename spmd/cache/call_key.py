@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from passes import Pass
-from passes.pipeline import table_of
+from passes.default_passes import table_of
 
 from .._torch import (
     HOOK_DICTS,

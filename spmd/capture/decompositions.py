@@ -17,7 +17,7 @@ import torch
 from .._torch import OpOverload, core_aten_decompositions, foreach_kernels, get_decompositions
 from ..rules import rule_of
 from .embedding_bag import embedding_bag_table
-from .fused_optimizers import fused_table
+from .fused_optimizers import fused_decompositions
 from .random_decompositions import in_place_random_table, random_table
 from .strided_views import strided_views_table
 from .values.ctc_loss import ctc_loss_table
@@ -58,7 +58,7 @@ def first_trace_table() -> Table:
         **in_place_random_table(),
         **embedding_bag_table(),
         **ctc_loss_table(),
-        **fused_table(),
+        **fused_decompositions(),
         **known_numbers(),
         **known_mask_table(),
     }

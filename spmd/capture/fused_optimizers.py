@@ -32,7 +32,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def fused_table() -> dict[Any, Callable[..., None]]:
+def fused_decompositions() -> dict[Any, Callable[..., None]]:
     """The decompositions, by op, for learning rates that are numbers and that are tensors."""
     found: dict[Any, Callable[..., None]] = {}
     for packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_):

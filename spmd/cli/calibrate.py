@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Axis, Kind, Mesh, Table
-from passes.analysis.costs import ALGORITHMS, Algorithm, Link, Point, algorithms_along
+from passes.analysis.collective_algorithms import ALGORITHMS, Algorithm, Link, Point, algorithms_along
 
 from ..ranks.consensus import MeshRanks
 from ..ranks.local_ranks import connect_local_ranks

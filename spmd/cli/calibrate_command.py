@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from passes import Kind, Table
-from passes.analysis.costs import ALGORITHMS, Algorithm, Link, Point
+from passes.analysis.collective_algorithms import ALGORITHMS, Algorithm, Link, Point
 
 from ..ranks.world import world
 from .calibrate import SIZES, Progress, calibrate

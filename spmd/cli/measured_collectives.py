@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from passes import Axis, Kind
-from passes.analysis.costs import MEASURED_MEMBERS, Algorithm
+from passes.analysis.collective_algorithms import MEASURED_MEMBERS, Algorithm
 from passes.ir.collectives import OUT_VARIANTS, WAIT, c10d
 from passes.runtime.coalesced_collectives import coalesced_all_gather, coalesced_reduce_scatter
 from passes.runtime.collective_ops import part
@@ -95,7 +95,7 @@ class Operands:
             torch.sum(rows, 0, out=self.part)
 
     def _gather(self, algorithm: Algorithm) -> None:
-        gather = gather_by_broadcast if algorithm is Algorithm.BROADCAST else gather_by_sending
+        gather = gather_by_broadcast if algorithm is Algorithm.GATHER_BY_BROADCAST else gather_by_sending
         WAIT(gather.out(self.part, len(self.other), self.axis.size, self.axis.group, out=self.other))
 
 

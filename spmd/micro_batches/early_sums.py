@@ -17,7 +17,7 @@ from passes.cleanup.dead_code import DeadCode
 from passes.ir.effects import is_random
 from passes.ir.ops import Trait, has
 
-from ..partitioner.emit_program import partition
+from ..partitioner.partition_program import partition
 from ..partitioner.plan import Plan
 from .accumulate import add_input
 from .lines import described

@@ -14,9 +14,9 @@ from passes import Axis, AxisRole, Input, PartitionError, Program, Role
 from passes.ir.program import MicroBatches, Placements
 from passes.ir.rates import Rate
 
-from ..partitioner.emit_program import emit
+from ..partitioner.partition_program import emit
 from ..partitioner.plan import Plan
-from ..partitioner.problem import Problem
+from ..partitioner.solver_problem import Problem
 from ..placements import chunk, local_shape
 from .accumulate import TIME, accumulate, add_run, follow_the_run, joined_outputs, sums_in_time, without_axis
 from .early_sums import check_exact, compute_early, early

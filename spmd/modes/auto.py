@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import passes
 from passes import MemoryBudgetError, PassError, Program, Table
-from passes.analysis.costs import BUILT_IN
+from passes.analysis.collective_algorithms import BUILT_IN
+from passes.default_passes import with_micro_batches
 from passes.ir.micro_batches import runs_of
 from passes.memory.peak_memory import planned_memory
-from passes.pipeline import with_micro_batches
 from passes.schedule.node_costs import device_of
 
 from ..annotations.policies import MixedPrecisionPolicy

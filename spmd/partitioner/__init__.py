@@ -15,7 +15,8 @@ The files, in the order in which an op comes to them:
 - ``calls.py``, ``options.py``, ``narrow.py``: *enumerate*: the calls of the program; the options of a call, axis by
   axis; a call as the next axis sees it
 - ``assignment.py``: *assign*: the choice for each node, its text and hash
-- ``problem.py``, ``greedy_solver.py``: the question to a solver, with the cost of an answer; the solver of all modes
+- ``solver_problem.py``, ``greedy_solver.py``: the question to a solver, with the cost of an answer; the
+  solver of all modes
 - ``check_given.py``: the errors of an assignment that is handed over
 - ``cheapest_option.py``, ``option_costs.py``, ``lookahead.py``: the option that costs least; the cost of an option in
   the op itself, and in the ops that follow
@@ -24,14 +25,15 @@ The files, in the order in which an op comes to them:
 - ``walk.py``: the order of everything: inputs, ops, outputs, as they are assigned
 - ``values.py``, ``materialize.py``, ``local_op.py``: global values and what holds them; values in the placements that
   an op reads; the op on this rank's parts
-- ``steps.py``, ``tally.py``: the steps from one placement to another and their costs; those of an assignment, counted
-- ``emit_program.py``, ``emit_op.py``, ``emit.py``: *emit*: this rank's program, op by op, node by node
+- ``redistribution_steps.py``, ``tally.py``: the steps from one placement to another and their costs; those of an
+  assignment, counted
+- ``partition_program.py``, ``emit_op.py``, ``emit.py``: *emit*: this rank's program, op by op, node by node
 - ``redistribute.py``, ``reasons.py``: the nodes of a step; its purpose, as reports and dumps state it
 - ``operand_layouts.py``: operands that kernels read in one layout, and that are copied if they lie otherwise
 - ``offload.py``: state in host memory, with copies between host and device
 - ``diagnostics.py``: notes for users about all that
 """
 
-from .emit_program import partition
+from .partition_program import partition
 
 __all__ = ["partition"]

@@ -1,6 +1,6 @@
 """Assignments: for each node of the global program, the placements in which it is computed, and moves before and after.
 
-A solver makes an assignment, and ``emit_program.py`` writes what it says: it can be printed, read back, compared,
+A solver makes an assignment, and ``partition_program.py`` writes what it says: it can be printed, read back, compared,
 changed for one node and handed over again (``spmd.partition(program, plan, assignment)``). Its text is Python calls,
 one a line, with placements as in torch's own notation::
 

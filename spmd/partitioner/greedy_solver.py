@@ -1,7 +1,7 @@
 """The greedy solver: node after node, the option that costs least, with a look ahead at what follows.
 
 It keeps what is given, checks it, and fills in the rest; so it also completes what other solvers leave open. Another
-solver implements ``Solver`` (``plan.py``) over a ``Problem`` (``problem.py``), and is handed over as ``Plan.solver``.
+solver implements ``Solver`` (``plan.py``) over a ``Problem`` (``solver_problem.py``), and is ``Plan.solver``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .check_given import (
 from .hints import Hints
 from .lookahead import Lookahead
 from .moves import Moves
-from .steps import cost
+from .redistribution_steps import cost
 from .tally import Tally
 from .values import Value
 from .walk import Walk

@@ -19,7 +19,7 @@ from ..placements import OwnRows
 from ..rules import Info, LocalPart, OpCall, Option, iota_dim_of, parts_of
 from ..rules.factories import makes_zeros
 from .assignment import Choice
-from .steps import Traffic
+from .redistribution_steps import Traffic
 from .values import Value
 
 

@@ -25,7 +25,7 @@ from ..capture.constraint import CONSTRAIN, constrained_to
 from ..rules import Info, OpCall, Option
 from .option_costs import move_cost
 from .options import Options
-from .steps import cost
+from .redistribution_steps import cost
 from .values import Value, infos, leaves, results
 
 _DEPTH = 4  # ops, views not counted

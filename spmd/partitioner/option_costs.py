@@ -17,7 +17,7 @@ from passes.ir.program import Placements
 from ..placements import ByGroup, OwnRows
 from ..rules import OpCall, Option, parts_of
 from ..rules.attention import is_attention
-from .steps import cost
+from .redistribution_steps import cost
 from .values import Value
 
 # Users split the model's weights as they want them; a weight is moved only if nothing else is possible.

@@ -22,7 +22,7 @@ from passes.ir.program import Placements
 
 from ..placements import Interleaved, Mirrored, OwnRows, all_shapes, chunk, local_shape, splits
 from .experts.own_rows import Own
-from .steps import steps
+from .redistribution_steps import steps
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]

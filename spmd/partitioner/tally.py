@@ -20,7 +20,7 @@ from passes.ir.program import Placements
 from .context import Context
 from .local_op import LocalOp
 from .redistribute import Reason
-from .steps import Traffic, total_cost, traffic
+from .redistribution_steps import Traffic, total_cost, traffic
 from .values import Value
 
 

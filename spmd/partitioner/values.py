@@ -15,7 +15,7 @@ from passes.ir.program import Placements
 
 from ..placements import ByGroup, OwnRows
 from ..rules import Info
-from .steps import total_cost
+from .redistribution_steps import total_cost
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import fx
 
 from passes import PartitionError, Phase, Program, Role
-from passes.analysis.costs import BUILT_IN
+from passes.analysis.collective_algorithms import BUILT_IN
 from passes.analysis.repeated_blocks import blocks_of
 from passes.schedule.node_costs import NodeCosts, device_of
 from passes.schedule.rates import rates_of

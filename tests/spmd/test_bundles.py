@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from passes import DeadCode, Kind, MergeEqual, PassError, Report, Role, default, run
-from passes.analysis.costs import BUILT_IN, Algorithm, Link, Point
+from passes.analysis.collective_algorithms import BUILT_IN, Algorithm, Link, Point
 from passes.ir.bundle import Bundle, print_bundle, read_bundle
 from passes.ir.check_bundle import check_bundle
 from passes.ir.collectives import WAIT, c10d, kind_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from passes import Axis, Kind, Table
-from passes.analysis.costs import ALGORITHMS, BUILT_IN, Algorithm, Link, Point, algorithms_along
+from passes.analysis.collective_algorithms import ALGORITHMS, BUILT_IN, Algorithm, Link, Point, algorithms_along
 
 REDUCE = Kind.ALL_REDUCE
 NATIVE, SHARED = Algorithm.NATIVE, Algorithm.SHARED

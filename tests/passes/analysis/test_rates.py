@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from passes import Axis, Kind, Table
-from passes.analysis.costs import ALGORITHMS, BUILT_IN, Algorithm, Link, Point
+from passes.analysis.collective_algorithms import ALGORITHMS, BUILT_IN, Algorithm, Link, Point
 from passes.ir.rates import UNMEASURED, Rate
 
 AXIS = Axis("dp", 2, "0", backend="gloo")

@@ -24,7 +24,7 @@ from passes import (
     print_program,
     run,
 )
-from passes.analysis.costs import ALGORITHMS, BUILT_IN, Algorithm, Link, Point
+from passes.analysis.collective_algorithms import ALGORITHMS, BUILT_IN, Algorithm, Link, Point
 from passes.ir.collectives import c10d, group_of, kind_of
 
 from ..programs import (
@@ -72,12 +72,12 @@ ROLES = [Role.PARAMETER, Role.GRADIENT, Role.GRADIENT]
 
 def test_realise(golden: Any) -> None:
     program = on_gloo(make_program(step, {0: "w", 1: "v"}, ROLES, w=f64(2, 4), v=f64(4), x=f64(3, 4)))
-    realise = Realise(only(Algorithm.EXCHANGE, Algorithm.BROADCAST))
+    realise = Realise(only(Algorithm.EXCHANGE, Algorithm.GATHER_BY_BROADCAST))
     golden(before_and_after(program, realise)[1])
     assert_same_bits(program, on_both(program, realise))
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.BROADCAST, Algorithm.SENDING, Algorithm.NATIVE])
+@pytest.mark.parametrize("algorithm", [Algorithm.GATHER_BY_BROADCAST, Algorithm.GATHER_BY_SENDING, Algorithm.NATIVE])
 def test_every_algorithm_gives_the_same_bits_and_is_counted_once(algorithm: Algorithm) -> None:
     program = on_gloo(make_program(step, {0: "w", 1: "v"}, ROLES, w=f64(2, 4), v=f64(4), x=f64(3, 4)))
     after = on_both(program, Realise(only(algorithm, Algorithm.EXCHANGE)), StartEarly(), WaitLate())
@@ -191,9 +191,9 @@ def test_costs_are_interpolated_linearly() -> None:
     key = Kind.ALL_GATHER, Algorithm.NATIVE
     link = Link("gloo", "dp", 2, {key: (Point(100, 1.0, 1.0), Point(300, 3.0, 3.0))})
     assert [link.cost(*key, size) for size in (10, 100, 200, 300, 600)] == [2.0, 2.0, 4.0, 6.0, 12.0]
-    assert link.cost(Kind.ALL_GATHER, Algorithm.SENDING, 10) is None
+    assert link.cost(Kind.ALL_GATHER, Algorithm.GATHER_BY_SENDING, 10) is None
     assert link.cheapest(Kind.ALL_REDUCE, 10, ALGORITHMS[Kind.ALL_REDUCE]) is Algorithm.NATIVE
-    assert link.cheapest(Kind.ALL_GATHER, 10, (Algorithm.SENDING, Algorithm.NATIVE)) is Algorithm.NATIVE
+    assert link.cheapest(Kind.ALL_GATHER, 10, (Algorithm.GATHER_BY_SENDING, Algorithm.NATIVE)) is Algorithm.NATIVE
 
 
 def test_the_nearest_link_is_taken() -> None:

@@ -27,7 +27,7 @@ from passes import (
     WaitLate,
     run,
 )
-from passes.analysis.costs import MEASURED_MEMBERS, Algorithm, Link, Point
+from passes.analysis.collective_algorithms import MEASURED_MEMBERS, Algorithm, Link, Point
 from passes.ir.collectives import WAIT
 from passes.runtime import coalesced_collectives
 from passes.runtime.arena import reserve, view_at

@@ -27,7 +27,7 @@ from passes import (
     WaitLate,
     run,
 )
-from passes.analysis.costs import Algorithm
+from passes.analysis.collective_algorithms import Algorithm
 from passes.ir.collectives import is_shared, operands
 from passes.memory.offsets import aligned
 from passes.runtime.arena import reserve, view_at

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from passes import Pass, Program, Realise, ReduceInPlace, Role, StartEarly, run
-from passes.analysis.costs import Algorithm
+from passes.analysis.collective_algorithms import Algorithm
 from passes.communication.published import reduces_in_place
 from passes.runtime.arena import reserve
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from passes import Axis, Kind, Mesh
-from passes.analysis.costs import Algorithm
+from passes.analysis.collective_algorithms import Algorithm
 from passes.schedule.gpus import ACHIEVED, GPUS, published
 from passes.schedule.rates import rates_of
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from passes import Axis, Kind, Mesh, Program, Realise, Role, Table, run
-from passes.analysis.costs import Algorithm, Link, Point
+from passes.analysis.collective_algorithms import Algorithm, Link, Point
 from passes.schedule.estimate import estimate
 from passes.schedule.node_costs import Cost, NodeCosts
 from passes.schedule.op_work import OpClass, work_of

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from passes import Axis, Mesh, Overlap, Program, Realise, Role, Table, run
-from passes.analysis.costs import Algorithm
+from passes.analysis.collective_algorithms import Algorithm
 from passes.schedule.node_costs import NodeCosts
 from passes.schedule.rates import Rates, rates_of
 from passes.schedule.simulation import simulate

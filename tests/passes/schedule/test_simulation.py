@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes import Axis, Kind, Mesh, Program, Realise, Table, fill_vals, run
-from passes.analysis.costs import Algorithm, Link, Point
+from passes.analysis.collective_algorithms import Algorithm, Link, Point
 from passes.ir.collectives import WAIT, c10d
 from passes.runtime.host_memory import to_device, to_host, wait_copy
 from passes.schedule.node_costs import NodeCosts

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from passes import Phase, Program, Table, UpdateInPlace, run
-from passes.analysis.costs import Algorithm, Link, Point
+from passes.analysis.collective_algorithms import Algorithm, Link, Point
 from passes.ir.collectives import Kind
 from passes.schedule.node_costs import NodeCosts
 from passes.schedule.rates import Rates

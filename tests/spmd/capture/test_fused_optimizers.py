@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spmd.capture.fused_optimizers import fused_table
+from spmd.capture.fused_optimizers import fused_decompositions
 from tests.harness.cases import mlp
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
@@ -45,7 +45,7 @@ def test_the_arithmetic_is_the_kernels(name: str, scaled: float | None) -> None:
     if scaled is not None:
         options |= {"grad_scale": torch.tensor(4.0), "found_inf": torch.tensor(scaled)}
     results = []
-    for run in (packet.default, fused_table()[packet.default]):
+    for run in (packet.default, fused_decompositions()[packet.default]):
         state = _tensors(lists)
         rest = [] if "sgd" in name else [[torch.tensor(float(k)) for k in (1, 7)]]
         run(*state, *([[]] if "adam" in name and lists == 2 else []), *rest, **options)

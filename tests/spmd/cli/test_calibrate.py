@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import passes
 import spmd.cli.calibrate
 from passes import Axis, Mesh, Table
-from passes.analysis.costs import ALGORITHMS, algorithms_along
+from passes.analysis.collective_algorithms import ALGORITHMS, algorithms_along
 from spmd.cli import calibrate_command
 from spmd.cli.calibrate import calibrate
 from spmd.cli.commands import main

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import passes
 import spmd
-from passes.analysis.costs import BUILT_IN
+from passes.analysis.collective_algorithms import BUILT_IN
 from tests.harness.cases import MLP, NARROW
 from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run

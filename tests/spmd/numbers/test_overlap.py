@@ -9,7 +9,7 @@ import pytest
 import passes
 import spmd
 from passes import StartEarly, WaitLate
-from passes.analysis.costs import Table
+from passes.analysis.collective_algorithms import Table
 from passes.ir.collectives import is_collective, is_wait
 from tests.harness.cases import MLP
 from tests.harness.oracle import all_unequal, compiled_run

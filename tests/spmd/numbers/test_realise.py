@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 import passes
 import spmd
 from passes import Kind, Pass, Program, Realise
-from passes.analysis.costs import ALGORITHMS, BUILT_IN, Algorithm, Link, Point, Table
+from passes.analysis.collective_algorithms import ALGORITHMS, BUILT_IN, Algorithm, Link, Point, Table
 from tests.harness.cases import MLP, NARROW
 from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run
 from tests.harness.pool import Ranks
@@ -29,11 +29,11 @@ def only(*algorithms: Algorithm) -> Table:
 
 
 @pytest.mark.parametrize("style, world, gather, optimizer", [
-    ("replicate", 2, Algorithm.BROADCAST, "SGD"),
-    pytest.param("replicate", 4, Algorithm.SENDING, "SGD", marks=pytest.mark.exhaustive),
-    ("fully_shard", 2, Algorithm.SENDING, "AdamW"),
-    ("fully_shard", 4, Algorithm.BROADCAST, "SGD"),
-    pytest.param("default", 4, Algorithm.BROADCAST, "SGD", marks=pytest.mark.exhaustive),
+    ("replicate", 2, Algorithm.GATHER_BY_BROADCAST, "SGD"),
+    pytest.param("replicate", 4, Algorithm.GATHER_BY_SENDING, "SGD", marks=pytest.mark.exhaustive),
+    ("fully_shard", 2, Algorithm.GATHER_BY_SENDING, "AdamW"),
+    ("fully_shard", 4, Algorithm.GATHER_BY_BROADCAST, "SGD"),
+    pytest.param("default", 4, Algorithm.GATHER_BY_BROADCAST, "SGD", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_numbers_stay(ranks: Ranks, style: str, world: int, gather: Algorithm, optimizer: str) -> None:
     case = MLP(NARROW.sizes, NARROW.rows, optimizer)
@@ -61,7 +61,7 @@ def test_numbers_stay_where_members_are_sent_in_one_launch(
 
 def algorithms_used(rank: int, world: int, style: Any, nccl: bool = False) -> tuple[list[str], dict[str, int]]:
     """The ops that a compiled step communicates by, and what its report counts."""
-    pipeline = as_on_nccl() if nccl else passes.default(table=only(Algorithm.BROADCAST, Algorithm.EXCHANGE))
+    pipeline = as_on_nccl() if nccl else passes.default(table=only(Algorithm.GATHER_BY_BROADCAST, Algorithm.EXCHANGE))
     compiled, _ = compiled_run(rank, NARROW, 1, parallel_mode=spmd.DataParallel(style), passes=pipeline)
     ops = [node.target._schema.name.split("::")[1] for node in compiled.program.collectives()]
     return sorted(ops), {str(kind): compiled.report().count(kind) for kind in Kind if compiled.report().count(kind)}
@@ -93,7 +93,7 @@ def on_two_axes(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     params = {"*.0.weight": {"tp": Shard(0)}, "*.0.bias": {"tp": Shard(0)}, "*.2.weight": {"tp": Shard(1)}}
     mode = spmd.DataParallel("fully_shard", mesh=mesh, params=params)
-    case, table = Split(), only(Algorithm.BROADCAST, Algorithm.EXCHANGE)
+    case, table = Split(), only(Algorithm.GATHER_BY_BROADCAST, Algorithm.EXCHANGE)
     compiled, got = compiled_run(rank // 2, case, 3, parallel_mode=mode, passes=passes.default(table=table))
     assert compiled.program is not None
     _is_performed_by_others(compiled.program)
@@ -113,7 +113,7 @@ def weights_after(rank: int, world: int) -> list[Tensor]:
     """The weights of a replicated model after three steps in fp32."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 7))
-    step = spmd.compile(passes=passes.default(table=only(Algorithm.BROADCAST, Algorithm.EXCHANGE)))(MLP.step)
+    step = spmd.compile(passes=passes.default(table=only(Algorithm.GATHER_BY_BROADCAST, Algorithm.EXCHANGE)))(MLP.step)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for k in range(3):
         torch.manual_seed(10 * k + rank)

@@ -20,7 +20,7 @@ import passes
 import spmd
 from passes.ir.collectives import input_bytes
 from spmd.partitioner.assignment import Move, MoveKind
-from spmd.partitioner.emit_program import emit
+from spmd.partitioner.partition_program import emit
 from tests.harness.fake import fake_world
 from tests.harness.pool import Ranks
 

@@ -11,9 +11,9 @@ from torch.distributed.tensor import Shard
 import passes
 import spmd
 from passes import Axis, Kind, Phase, Program, Realise, Table
-from passes.analysis.costs import ALGORITHMS, BUILT_IN, Algorithm, Link, Point
+from passes.analysis.collective_algorithms import ALGORITHMS, BUILT_IN, Algorithm, Link, Point
+from passes.default_passes import table_of, with_rates
 from passes.ir.rates import UNMEASURED
-from passes.pipeline import table_of, with_rates
 from tests.harness.fake import fake_world
 
 SIZES = (1, 1 << 24)

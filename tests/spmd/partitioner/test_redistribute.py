@@ -28,7 +28,7 @@ from passes.ir.program import Placements
 from passes.ir.rates import UNMEASURED
 from passes.runtime.random import _Bits
 from spmd.partitioner.redistribute import Reason, Redistribution
-from spmd.partitioner.steps import cost, total_cost
+from spmd.partitioner.redistribution_steps import cost, total_cost
 from spmd.placements import Interleaved, chunk, local_runs, local_shape
 
 pytestmark = pytest.mark.slow

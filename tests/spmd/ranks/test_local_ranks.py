@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 import passes
 import spmd
 from passes import Program, ReduceInPlace, ReuseMemory
-from passes.analysis.costs import Algorithm
+from passes.analysis.collective_algorithms import Algorithm
 from passes.ir.collectives import is_shared
 from passes.runtime import local_peers
 from spmd.ranks import local_ranks

@@ -16,8 +16,8 @@ from passes.ir.collectives import WAIT
 from passes.runtime.message_collectives import recv, send
 
 from ..micro_batches.lines import described
-from .bodies import Body, MicroBody, UpdateBody
 from .schedules import ended_role
+from .stage_programs import Body, MicroBody, UpdateBody
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from .diagnostics import Diagnostics
 from .emit_op import OpEmitter
 from .offload import offload
 from .plan import Plan
-from .problem import Problem
+from .solver_problem import Problem
 from .values import Value
 from .walk import Assigned, Walk
 

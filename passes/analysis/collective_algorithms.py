@@ -27,8 +27,8 @@ class Algorithm(StrEnum):
 
     NATIVE = "native"  # the backend's own op
     EXCHANGE = "exchange"  # each rank gets its part of every rank's operand and adds them up
-    BROADCAST = "broadcast"  # each rank broadcasts its part, all at once
-    SENDING = "sending"  # each rank sends its part to each other
+    GATHER_BY_BROADCAST = "broadcast"  # each rank broadcasts its part, all at once
+    GATHER_BY_SENDING = "sending"  # each rank sends its part to each other
     SHARED = "shared"  # through shared memory, where all ranks are on one host
     COALESCED = "coalesced"  # the backend's own op for each member of a bucket, all in one launch
 
@@ -36,7 +36,13 @@ class Algorithm(StrEnum):
 ALGORITHMS: dict[Kind, tuple[Algorithm, ...]] = {
     Kind.ALL_REDUCE: (Algorithm.NATIVE, Algorithm.SHARED),
     Kind.REDUCE_SCATTER: (Algorithm.NATIVE, Algorithm.EXCHANGE, Algorithm.SHARED, Algorithm.COALESCED),
-    Kind.ALL_GATHER: (Algorithm.NATIVE, Algorithm.BROADCAST, Algorithm.SENDING, Algorithm.SHARED, Algorithm.COALESCED),
+    Kind.ALL_GATHER: (
+        Algorithm.NATIVE,
+        Algorithm.GATHER_BY_BROADCAST,
+        Algorithm.GATHER_BY_SENDING,
+        Algorithm.SHARED,
+        Algorithm.COALESCED,
+    ),
     Kind.ALL_TO_ALL: (Algorithm.NATIVE,),
 }
 """By kind, the algorithms to measure and to choose from; of equal costs the first is taken.
@@ -45,7 +51,13 @@ The built-in table has no figures of all_to_all, which takes the rate of its axi
 """
 
 _BACKENDS: dict[str, set[Algorithm]] = {
-    "gloo": {Algorithm.NATIVE, Algorithm.EXCHANGE, Algorithm.BROADCAST, Algorithm.SENDING, Algorithm.SHARED},
+    "gloo": {
+        Algorithm.NATIVE,
+        Algorithm.EXCHANGE,
+        Algorithm.GATHER_BY_BROADCAST,
+        Algorithm.GATHER_BY_SENDING,
+        Algorithm.SHARED,
+    },
     "nccl": {Algorithm.NATIVE, Algorithm.COALESCED},
 }
 
@@ -270,7 +282,7 @@ _GLOO: dict[tuple[Kind, Algorithm], tuple[tuple[float, float], ...]] = {
         (3.44, 2.14),
         (11.21, 8.15),
     ),
-    (Kind.ALL_GATHER, Algorithm.BROADCAST): (
+    (Kind.ALL_GATHER, Algorithm.GATHER_BY_BROADCAST): (
         (0.27, 0.26),
         (0.28, 0.26),
         (0.33, 0.29),
@@ -279,7 +291,7 @@ _GLOO: dict[tuple[Kind, Algorithm], tuple[tuple[float, float], ...]] = {
         (2.35, 1.73),
         (7.79, 6.06),
     ),
-    (Kind.ALL_GATHER, Algorithm.SENDING): (
+    (Kind.ALL_GATHER, Algorithm.GATHER_BY_SENDING): (
         (1.59, 0.31),
         (0.49, 0.38),
         (1.65, 0.41),

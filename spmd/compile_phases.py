@@ -1,4 +1,4 @@
-"""``Stages``: the stages of one compilation, each shown, timed, and explained if it fails unexpectedly.
+"""``CompilePhases``: the stages of one compilation, each shown, timed, and explained if it fails unexpectedly.
 
 What ranks do at the stages of a pipeline says their ``Bundle`` (``passes/ir/bundle.py``).
 """
@@ -21,7 +21,7 @@ from .unexpected_errors import unexpected_errors
 
 
 @dataclass
-class Stages:
+class CompilePhases:
     """``name`` is that of the program, ``where`` the line of the step, ``reason`` why it is compiled.
 
     ``program``: what the last stage has made; ``passes``: what each pass did; ``islands``, and ``kernels``, their C++:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from .analysis.costs import BUILT_IN, Table
+from .analysis.collective_algorithms import BUILT_IN, Table
 from .base import Pass
 from .cleanup.dead_code import DeadCode
 from .cleanup.drop_detach import DropDetach
