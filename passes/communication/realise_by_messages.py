@@ -27,7 +27,8 @@ def write(task: Realisation) -> set[fx.Node]:
     """Put the ops into the graph; returns the nodes to sink to their first readers."""
     if task.kind is Kind.ALL_GATHER:
         return task.finish(_gathered(task))
-    assert task.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER), f"{task.kind} has no form in messages"
+    reduces = task.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) and task.algorithm is Algorithm.EXCHANGE
+    assert reduces, f"how to do an {task.kind} by {task.algorithm} is not written"
     reduced = _reduced(task)
     return {*reduced, *task.finish(reduced[-1])}
 
@@ -60,5 +61,6 @@ def _gathered(task: Realisation) -> fx.Node:
     if task.algorithm is Algorithm.GATHER_BY_BROADCAST:
         op, by = message_collectives.gather_by_broadcast.default, "broadcast per part"
     else:
+        assert task.algorithm is Algorithm.GATHER_BY_SENDING, f"how to gather by {task.algorithm} is not written"
         op, by = message_collectives.gather_by_sending.default, "send per pair"
     return task.start(by, op, flat, total, task.axis.size)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.update.optimizer_kernels import COUNT, kernel_of
+from passes.ir.schemas import schema
+from passes.update.optimizer_kernels import COUNT, kernel_of, kernels
 from passes.update.terms import evaluate
 
 aten = torch.ops.aten
@@ -35,8 +36,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 def fused_decompositions() -> dict[Any, Callable[..., None]]:
     """The decompositions, by op, for learning rates that are numbers and that are tensors."""
     found: dict[Any, Callable[..., None]] = {}
-    for packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_):
-        functional = getattr(aten, packet.__name__.removesuffix("_"))
+    for kernel in dict.fromkeys(schema(each.op).name.removeprefix("aten::") for each in kernels()):
+        functional, packet = getattr(aten, kernel), getattr(aten, f"{kernel}_")
         for name in packet.overloads():
             found[getattr(packet, name)] = partial(_update, functional.default)
     return found
