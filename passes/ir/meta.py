@@ -235,6 +235,7 @@ KEYS: tuple[Key, ...] = (
             "passes/communication",
             _PARTITIONER,
             _STAGES,
+            _MICRO_BATCHES,
         ),
         (
             "passes/ir",
@@ -265,7 +266,7 @@ KEYS: tuple[Key, ...] = (
         "most_bytes",
         int,
         "the bytes that a collective moves on the rank that moves the most: equal on all ranks",
-        (_PARTITIONER, "passes/analysis/agreed_sizes.py"),
+        (_PARTITIONER, _MICRO_BATCHES, "passes/analysis/agreed_sizes.py"),
         ("passes/analysis/agreed_sizes.py",),
         None,
     ),
