@@ -73,7 +73,7 @@ def partition_in_stages(
     mesh = replace(program.mesh, axes=tuple(replace(each, shared=False) for each in program.mesh.axes))
     whole = replace(program, mesh=mesh, inputs=[_everywhere(each, axis) for each in program.inputs])
     local = partition_in_time(whole, plan(whole), count, dtype, rows)
-    _check(local, axis)
+    _check(local, axis, count)
     ranks, kept = program.mesh.axes[axis].size, _kept(program, axis)
     order = pipeline.orders(ranks, count)
     stage_of = _stages(program, local, pipeline, ranks, kept)
@@ -147,7 +147,7 @@ def _at_home(declared: Input | Output, placement: Placements, placed: Placed, ax
     return (*placement[:axis], OnStage(home), *placement[axis + 1 :])
 
 
-def _check(local: Program, axis: int) -> None:
+def _check(local: Program, axis: int, count: int) -> None:
     """Raise ``PartitionError`` for runs that differ from each other, and for state that is split over stages."""
     for declared in local.inputs:
         if declared.placement and declared.placement[axis].is_shard():
@@ -157,7 +157,7 @@ def _check(local: Program, axis: int) -> None:
             )
     micro = local.micro_batches
     assert micro is not None, "the share of a micro-batch"
-    if micro.accumulating is not None or micro.count < 2:
+    if micro.accumulating is not None or micro.count != count or count < 2:
         raise PartitionError(
             "a pipeline takes micro-batches of equal numbers of rows, and two or more of them: pass a batch whose rows "
             "micro_batches divides, or drop the last batch"

@@ -301,6 +301,7 @@ def returns_rows(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tens
         (step, {"stages": None, "schedule": "interleaved", "virtual_stages": 3}, 8, "at least 6 modules"),
         (step, {"schedule": "interleaved", "micro_batches": 3}, 6, "a multiple of 2"),
         (step, {}, 1, "two or more of them"),
+        (step, {}, 6, "whose rows micro_batches divides"),  # three parts of two rows
         (returns_rows, {}, 8, "rows"),
     ],
 )
