@@ -73,9 +73,11 @@ class Recorder:
             (self.folder / f"{name}.json").write_text(json.dumps(save_program(program)), encoding="utf-8")
             self._saved.add(name)
         pairs = list(zip(program.inputs, inputs, strict=True))
+        if self._stretches:  # a call that runs again, with more room for rows, is recorded as it ran last
+            (self.folder / STRETCH.format(self._stretches[-1]) / CALL.format(call)).unlink(missing_ok=True)
         if not goes_on or call - self._stretches[-1] >= self._last:
-            self._stretches.append(call)
-            (self.folder / STRETCH.format(call)).mkdir()
+            self._stretches += [call] if self._stretches[-1:] != [call] else []
+            (self.folder / STRETCH.format(call)).mkdir(exist_ok=True)
             state = {n: v for each, value in pairs if each.role.is_state for n, v in parts_of(each, value).items()}
             torch.save(_copied(state), self.folder / STRETCH.format(call) / STATE)
         given = {each.name: value for each, value in pairs if not each.role.is_state}

@@ -20,6 +20,7 @@ from ..ir.effects import is_pure
 from ..ir.meta import Relation
 from ..ir.ops import in_place_variant
 from ..ir.program import Input, OutputKind, Program
+from ..runtime.rooms import within
 
 aten = torch.ops.aten
 
@@ -30,8 +31,10 @@ class UpdateInPlace(Pass):
 
     Where the new value is computed from the old one by ops that have an in-place variant, and the old value has no
     later reader (no view, no output, no collective that is still pending), these ops write to the input; so do ops over
-    lists, entry by entry. Any other new value is copied into its input at the end. Outputs that share memory with an
-    input written to are cloned. Assumes that no two inputs share memory. Nothing may reorder the graph afterwards.
+    lists, entry by entry. Any other new value is copied into its input at the end. So is one that is known before the
+    last look for room (``runtime/rooms.py``): where there is too little, the call has to begin again. Outputs that
+    share memory with an input written to are cloned. Assumes that no two inputs share memory. Nothing may reorder the
+    graph afterwards.
     """
 
     last: ClassVar[bool] = True
@@ -64,6 +67,8 @@ class _Lifetimes:
         self.position = {node: k for k, node in enumerate(graph.nodes)}
         self.last_read = last_reads(graph, self.found)
         self.layouts = Layouts(graph)
+        looks = graph.find_nodes(op="call_function", target=within)
+        self.last_look = max((self.position[node] for node in looks), default=-1)
 
     def chain(self, old: fx.Node, new: fx.Node) -> list[fx.Node]:
         """The ops from ``old`` to ``new``, first to last, if all of them can write to the memory of ``old``."""
@@ -87,7 +92,8 @@ class _Lifetimes:
         (piece,) = self.found[source]
         readers = [argument for argument in _nodes((op.args, op.kwargs)) if piece in self.found[argument]]
         owns = source is old or source is piece
-        return owns and len(readers) == 1 and self.last_read.get(piece, 0) <= self.position[op]
+        is_free = len(readers) == 1 and self.last_read.get(piece, 0) <= self.position[op]
+        return owns and is_free and self.position[op] > self.last_look
 
 
 def _updates(program: Program) -> Iterator[tuple[str, fx.Node, fx.Node]]:

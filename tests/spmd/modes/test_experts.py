@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import spmd
 from passes import Kind, PartitionError, PlacementError, Role
 from spmd import placements
 from spmd.partitioner.experts.own_rows import Own, OwnRowsOf
+from spmd.recorder import recorded_calls
 from spmd.rules.experts import exchange_rows
 from tests.harness import experts as harness
 from tests.harness.experts import EXPERTS, HIDDEN, WIDTH, Mixture, Training
@@ -24,6 +26,7 @@ from tests.harness.pool import Ranks
 from tests.models.examine import Training as Real
 
 OVER_BATCH: dict[str, Any] = {"axes": {"batch": "ep", "experts": "ep"}}
+OVER_DP: dict[str, Any] = {"axes": {"batch": "dp", "experts": "dp"}}
 OVER_TWO: dict[str, Any] = {"axes": {"batch": ("dp", "ep"), "experts": "ep"}}
 OF_THEIR_OWN: dict[str, Any] = {"axes": {"batch": "dp", "experts": "ep"}}
 
@@ -176,6 +179,41 @@ def test_a_call_with_more_rows_than_there_is_room_for_runs_again(ranks: Ranks) -
         small, *large = (note.removeprefix("rows of experts: a rank has room for ") for note in notes)
         assert small == "1.25 times the mean of its ranks; 0 calls had more, and ran again with more room"
         assert large == ["all of them; 1 call had more, and ran again with more room"] * 2
+
+
+class WritesFirst(Training):
+    """A step that writes to its argument, and then sends all rows to one rank, in its first call."""
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        """As the next step."""
+        return super().part(rank, step + 1)
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, chosen: torch.Tensor, y: torch.Tensor) -> Any:
+        """Training on other rows."""
+        return Training.step(model, optimizer, x.mul_(2), chosen, y)
+
+
+def checked_and_recorded(rank: int, world: int, folder: str) -> tuple[list[str], dict[int, str]]:
+    """What differs, and the program of each call that is recorded."""
+    rows, fewest, harness.ROWS, placements.FEWEST = harness.ROWS, placements.FEWEST, 64, 8
+    try:
+        torch.manual_seed(0)
+        case = WritesFirst()
+        step, objects = spmd.compile(case.step, parallel_mode=spmd.DataParallel(**OVER_DP), check="first"), case.build()
+        step.record(folder)
+        got = [snapshot(step(*objects, *case.part(rank, k)), objects) for k in range(2)]
+        calls = recorded_calls(Path(folder) / f"rank-{rank}")
+        unequal = all_unequal(plain_run(case, world, 2), got, rank, world)
+        return unequal, {number: torch.load(path)["program"] for number, path in calls.items()}
+    finally:
+        harness.ROWS, placements.FEWEST = rows, fewest
+
+
+def test_a_call_that_runs_again_has_written_nothing_and_is_checked_and_recorded(ranks: Ranks, tmp_path: Any) -> None:
+    for unequal, programs in ranks.run(2, checked_and_recorded, str(tmp_path)):
+        assert unequal == []
+        assert programs == {1: "program-1", 2: "program-1"}
 
 
 # What is communicated
