@@ -138,7 +138,7 @@ def _check_recorded(reads: Reads) -> None:
     """Raise ``NotCachedError`` for what is no read of a value: logs, prints, references to state."""
     if reads.journals.by_id or reads.journals.logged():
         raise NotCachedError("the step writes to a log or prints")
-    if reads.reads_layout:
+    if reads.layouts_read:
         raise NotCachedError("the step asks for strides of tensors")
     if reads.references:
         raise NotCachedError(f"{reads.references[0].name} refers to state besides its module")

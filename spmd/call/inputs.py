@@ -18,6 +18,11 @@ from .state import Arguments
 _LISTED = 8  # tensors that an error lists
 
 
+def is_index(tensor: torch.Tensor) -> bool:
+    """Whether it has indices, such as labels or token ids."""
+    return tensor.dtype in (torch.int64, torch.int32)
+
+
 @dataclass(frozen=True, eq=False)
 class BatchInput:
     """One tensor argument with its placement; ``shape`` is the global one.

@@ -122,7 +122,7 @@ class Trace:
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(TensorCopies())
             stack.enter_context(LengthsAsTensors())
-            stack.enter_context(WatchedFunctions(self.call.inputs, self.reads))
+            stack.enter_context(WatchedFunctions(self.call.inputs, swap.fake_of.values(), self.reads))
             stack.enter_context(flex_attention_as_ops())
             self.number_arguments = stack.enter_context(NumberArguments(self.number_arguments)).calls
             scalar_indices = stack.enter_context(ScalarIndices())

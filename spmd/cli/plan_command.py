@@ -43,7 +43,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--gpus",
         type=_counts,
         required=True,
-        help="how many GPUs there are: 64, or 64..4096 for each power of two more",
+        help="how many GPUs there are: 64, several: 64,128, or 64..4096 for each power of two more",
     )
     command.add_argument("--gpu", default="H100", help="their kind, or several: A100,H100 (%(default)s)")
     command.add_argument("--per-host", type=int, help="GPUs in a host; by default as they are sold")
@@ -56,16 +56,20 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    """The numbers of GPUs that ``64``, or ``64..4096``, stands for."""
-    first, _, last = text.partition("..")
-    try:
-        count, most = int(first), int(last or first)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected a number such as 64, or two such as 64..4096, got {text!r}"
-        ) from None
-    doubled = [count << k for k in range(max(1, most).bit_length()) if count << k <= most]
-    return doubled or [count]
+    """The numbers of GPUs that ``64``, ``64,128`` or ``64..4096`` stands for."""
+    counts: list[int] = []
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        try:
+            count, most = int(first), int(last if dots else first)
+        except ValueError:
+            count, most = 1, 0
+        if count > most or (dots and count < 1):
+            raise argparse.ArgumentTypeError(
+                f"expected a number such as 64, several such as 64,128, or a range such as 64..4096, got {text!r}"
+            )
+        counts += [count << k for k in range(most.bit_length()) if count << k <= most] if dots else [count]
+    return counts
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -94,7 +98,10 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         traceback.print_exc()
         return 2
     if arguments.page:
-        arguments.page.write_text(page(found), encoding="utf-8")
+        try:
+            arguments.page.write_text(page(found), encoding="utf-8")
+        except OSError as error:
+            parser.error(f"expected a file that can be written, got {arguments.page}: {error.strerror}")
     _print(found, reasons, arguments.json, is_one=len(machines) == 1)
     return 0 if all(found) and not reasons else 1
 

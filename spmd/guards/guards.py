@@ -80,7 +80,7 @@ class Guards:
                 captured.carried.leaves,
                 captured.carried.unread,
                 read.names_in_code,
-                read.reads_layout,
+                read.layouts_read,
             ),
             FoundOwners.of(arguments),
             settings,

@@ -19,6 +19,7 @@ from passes import CaptureError
 from .._torch import TreeSpec
 from ..call.argument_logs import Log
 from ..call.grad_scaler import Settings
+from ..call.inputs import is_index
 from ..call.state import Arguments, StateRef
 from .attached import Attributes, are_same, described, named_of
 from .equality import structurally_equal
@@ -76,12 +77,12 @@ class Leaves:
         live: Collection[str] = (),
         unread: Collection[str] = (),
         named: frozenset[str] = frozenset(),
-        contiguous: bool = False,
+        contiguous: Collection[bool] = (),
     ) -> Leaves:
         """The leaves now. ``state``: (name, spec) of each state tensor; ``live``: names of numbers of any value.
 
         ``unread``: those of numbers and texts that nothing reads; ``named``: the attributes of tensors that count;
-        ``contiguous``: whether tensors must be so.
+        ``contiguous``: ``is_index`` of the tensors that must be so.
         """
         position = {name: k for k, (name, _) in enumerate(state)}
         names, values = [leaf.name for leaf in arguments.leaves], [leaf.value for leaf in arguments.leaves]
@@ -219,14 +220,14 @@ def can_be_live(before: Any, now: Any) -> bool:
     return abs(now) < 2**62 if isinstance(now, int) else math.isfinite(now)
 
 
-def expectation(value: Any, named: frozenset[str] = frozenset(), contiguous: bool = False) -> Any:
+def expectation(value: Any, named: frozenset[str] = frozenset(), contiguous: Collection[bool] = ()) -> Any:
     """The expectation that later values are compared with: a tensor's spec, a scaler's settings, or ``value`` itself.
 
-    ``named``: the attributes of tensors that count.
+    ``named``: the attributes of tensors that count; ``contiguous``: ``is_index`` of the tensors that must be so.
     """
     if isinstance(value, torch.Tensor):
         properties = type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad
-        return TensorSpec(*properties, named_of(value, named), named, contiguous)
+        return TensorSpec(*properties, named_of(value, named), named, is_index(value) in contiguous)
     if isinstance(value, Log):
         return Log(type(value.container)(), value.path)  # an empty one, that keeps nothing alive
     return Settings.of(value) if isinstance(value, GradScaler) else value

@@ -32,7 +32,7 @@ class ReadGuards:
     shared: list[list[Reference]]  # the sites and entries that hold one log
     fixed: set[tuple[int, str]]  # sites whose numbers cannot be inputs
     names_in_code: frozenset[str]  # of attributes and in text, of the user's code that ran
-    reads_layout: bool  # whether the step asks for strides of tensors
+    layouts_read: set[bool]  # of the tensors whose strides the step asks for, ``is_index``
 
     @classmethod
     def of(cls, reads: Reads, holders: Collection[Any]) -> ReadGuards:
@@ -70,7 +70,7 @@ class ReadGuards:
             [each.references for each in reads.journals.by_id.values() if len(each.references) > 1],
             reads.fixed,
             frozenset(reads.names_in_code()),
-            reads.reads_layout,
+            reads.layouts_read,
         )
 
     def hold(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..._torch import TorchFunctionMode
-from ...call.inputs import BatchInput
+from ...call.inputs import BatchInput, is_index
 from ...python_state.reads import Reads
 from ..unsupported import Refused
 from .known_values import known_value
@@ -19,28 +19,37 @@ _STRIDES = {Tensor.is_contiguous, Tensor.stride, Tensor.as_strided, torch.as_str
 
 
 class WatchedFunctions(TorchFunctionMode):
-    """Notes in ``reads`` that the step asks for strides. Raises ``Refused`` if an argument is not contiguous then."""
+    """Notes in ``reads`` that the step asks for strides. Raises ``Refused`` if an argument is not contiguous then.
 
-    def __init__(self, inputs: Sequence[BatchInput], reads: Reads) -> None:
+    Gradients have the strides of their ``parameters``, as these have their own; and what is made of indices, such as
+    rows of an embedding, has none of theirs.
+    """
+
+    def __init__(self, inputs: Sequence[BatchInput], parameters: Collection[Tensor], reads: Reads) -> None:
         super().__init__()
         self._reads, self._strided = reads, [x for x in inputs if not x.value.is_contiguous()]
+        self._parameters = parameters
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _STRIDES and not isinstance(args[0], nn.Parameter):
-            self._note_strides()
+        given = (*args, *(kwargs or {}).values())
+        if func in _STRIDES and not self._is_of_parameter(given[0]):
+            self._note_strides(is_index(given[0]))
         if func is Tensor.data_ptr:
             raise Refused(
                 "it asks for the address of a tensor, and a compiled step has its own. Ask whether two are one by `is`."
             )
         classes = (kwargs or {}).get("num_classes", args[1] if len(args) > 1 else -1)
-        if func is F.one_hot and classes == -1 and known_value(args[0]) is None:
+        if func is F.one_hot and classes == -1 and known_value(given[0]) is None:
             raise Refused("it asks for the largest class. Say how many there are: F.one_hot(x, num_classes).")
         return func(*args, **(kwargs or {}))
 
-    def _note_strides(self) -> None:
-        self._reads.reads_layout = True
-        if self._strided:
-            name, strides = self._strided[0].name, self._strided[0].value.stride()
+    def _is_of_parameter(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or any(tensor is each.grad for each in self._parameters)
+
+    def _note_strides(self, of_index: bool) -> None:
+        self._reads.layouts_read.add(of_index)
+        for each in (x for x in self._strided if is_index(x.value) == of_index):
+            name, strides = each.name, each.value.stride()
             raise Refused(
                 f"it asks for the strides of a tensor, and its argument {name} has strides {strides}, where a compiled "
                 f"step takes contiguous arguments. Pass {name}.contiguous()."

@@ -85,7 +85,7 @@ class Reads:
     refused: list[str] = field(default_factory=list)  # names of what refers to state and cannot have fakes in it
     refusals: Refusals = field(default_factory=Refusals)  # in the place of iterators, files and queues
     fixed: set[tuple[int, str]] = field(default_factory=set)  # sites whose numbers cannot be inputs
-    reads_layout: bool = False  # whether the step asks for strides of tensors
+    layouts_read: set[bool] = field(default_factory=set)  # of the tensors whose strides the step asks for, ``is_index``
     notes: set[Any] = field(default_factory=set)  # keys of sites and containers that overrides alone have read
     _compared: ComparedObjects = field(default_factory=ComparedObjects)
     _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read

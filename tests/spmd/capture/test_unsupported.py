@@ -70,6 +70,11 @@ def counts_classes(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> An
     return F.one_hot(y.abs().long()[:, 0])
 
 
+@bad(r"largest class.*F\.one_hot\(x, num_classes\)")
+def counts_classes_by_keyword(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return F.one_hot(input=y.abs().long()[:, 0])
+
+
 @bad("address of a tensor.*by `is`")
 def compares_addresses(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return x * 2 if x.data_ptr() == y.data_ptr() else x

@@ -235,6 +235,28 @@ def test_strides_that_a_step_asks_for_are_those_of_contiguous_arguments() -> Non
     assert compiled(x.t().contiguous()).sum() == 18 and len(compiled.programs) == 1
 
 
+def test_strides_of_what_arguments_do_not_give_theirs_to_refuse_no_argument() -> None:
+    def step(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(model(x), labels)
+        loss.backward()
+        gradient, rows = model.weight.grad, nn.functional.embedding(labels, model.weight)
+        is_plain = rows.is_contiguous() and gradient.stride() == model.weight.stride()
+        model.zero_grad()
+        return loss if is_plain else loss * 2
+
+    def column(of: Tensor) -> Tensor:
+        return torch.stack([of, of], 1)[:, 0]
+
+    compiled, model, labels = spmd.compile(step), nn.Linear(3, 4), torch.tensor([0, 3])
+    x = torch.randn(2, 3)
+    assert torch.equal(compiled(model, x, column(labels)), compiled(model, x, labels))
+    assert not column(labels).is_contiguous() and len(compiled.programs) == 1
+    asks = spmd.compile(lambda x, labels: x * 2 if labels.is_contiguous() else x * 3)
+    asks(x[:, :2], labels)
+    with pytest.raises(spmd.CaptureError, match="its argument labels has strides"):
+        asks(x[:, :2], column(labels))
+
+
 def test_another_class_of_a_module_compiles_anew() -> None:
     model, x = nn.Sequential(nn.Tanh()), torch.arange(6.0)
     compiled = spmd.compile(lambda model, x: model(x))

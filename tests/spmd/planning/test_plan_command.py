@@ -179,7 +179,12 @@ def test_machines_are_compared_in_a_table_and_on_a_page(file: Path, capsys: pyte
     text = page.read_text()
     assert text.count("<svg") == 6
     assert "mode = spmd.DataParallel(" in text
-    assert run(f"{file}:train_step", "--gpus", "many") == 2
+    assert plan_command._counts("4,16..64,6") == [4, 16, 32, 64, 6]
+    for wrong in ("many", "64..8", "8..", "4,"):
+        assert run(f"{file}:train_step", "--gpus", wrong) == 2
+    capsys.readouterr()
+    assert run(f"{file}:train_step", "--gpus", "8", "--page", str(file.with_name("none") / "plans.html")) == 2
+    assert "expected a file that can be written" in capsys.readouterr().err
 
 
 def test_no_more_blocks_are_recomputed_than_memory_asks_for() -> None:
