@@ -118,19 +118,19 @@ def mode(setting: Setting) -> spmd.ParallelMode:
 def watch_stages(stopwatch: Stopwatch) -> None:
     """Watch the functions that the stages of a compile consist of."""
     from passes import runner
-    from spmd import capture_call, step
+    from spmd import capture_call, step_compiler
     from spmd.capture import make_program
 
     stopwatch.watch("capture: trace", make_program.Trace, "graph_module")
     stopwatch.watch("capture: make functional", make_program, "functionalize")
     stopwatch.watch("capture: the rest", capture_call, "capture")
     stopwatch.watch("partition", spmd.PlannedMode, "partition")
-    stopwatch.watch("split live state", step, "prepare")
+    stopwatch.watch("split live state", step_compiler, "prepare")
     for each in passes.default():
         stopwatch.watch(f"pass {type(each).__name__}", type(each), "rewrite")
     stopwatch.watch("check after each pass", runner, "check_program")
     stopwatch.watch("passes: the rest", passes, "run")
-    stopwatch.watch("lower", step, "lower_step")
+    stopwatch.watch("lower", step_compiler, "lower_step")
 
 
 def measure(setting: Setting) -> dict[str, Any]:
