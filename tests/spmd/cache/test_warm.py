@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 import spmd
 from passes import print_program
-from spmd import capture_call
-from spmd import step as step_module
+from spmd import capture_call, step_compiler
 from spmd.cache import compile_cache, surroundings
 from spmd.cache.described import digest_of
 from tests.harness.cases import MLP
@@ -215,7 +214,7 @@ def cold_and_warm(rank: int, world: int, case: Case, mode: dict[str, Any], folde
     runs, original = [], capture_call.capture
     gc.collect()  # what earlier jobs of this process have left is no part of the calls that are compared
     for capture in (original, note_trace):
-        with mock.patch.object(step_module, "look_up", look_up), mock.patch.object(capture_call, "capture", capture):
+        with mock.patch.object(step_compiler, "look_up", look_up), mock.patch.object(capture_call, "capture", capture):
             spmd.seed(7)
             try:
                 runs.append(compiled_run(rank, case, 5, cache=folder, parallel_mode=spmd.DataParallel(**mode))[1])
