@@ -456,6 +456,21 @@ def dtensor_over(
     return DTensor(local, spec, requires_grad=False)
 
 
+def accept_unequal_to_shard(kind: type) -> None:
+    """Let specs of DTensors hold placements of a kind of ``Shard`` that are not equal to ``Shard(dim)``.
+
+    A spec refuses such ones when it is made. Were they equal, specs of both would be, and torch would take what it
+    remembers of an op on one for an op on the other. ``_verify_shard_order`` is private; seen in 2.11 to 2.15.
+    """
+    verify = DTensorSpec._verify_shard_order
+
+    def verified(self: DTensorSpec, shard_order: Any) -> None:
+        if not any(isinstance(placement, kind) for placement in self.placements):
+            verify(self, shard_order)
+
+    DTensorSpec._verify_shard_order = verified  # type: ignore[method-assign]
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that ``mesh`` is a submesh of, or itself. ``_get_root_mesh`` is private; seen in 2.11 to 2.15."""
     root: DeviceMesh = mesh._get_root_mesh()

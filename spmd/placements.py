@@ -12,6 +12,8 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Axis, Mesh, PartitionError, PlacementError
 from passes.ir.program import Placements
 
+from ._torch import accept_unequal_to_shard
+
 FEWEST = 256  # rows on a rank, or of a pair, for there to be room for a multiple of their mean
 
 AnyPlacement = Placement | Sequence[Placement] | Mapping[str, Placement]
@@ -122,20 +124,17 @@ class ByGroup(OwnRows):
 
 
 class OnStage(Shard):
-    """Whole on the ranks of some stages of a pipeline, and nowhere else: there it has no rows of dim 0.
-
-    A DTensor takes no kind of ``Shard`` that is not equal to ``Shard(0)``; no axis of stages has both.
-    """
+    """Whole on the ranks of some stages of a pipeline, and nowhere else: there it has no rows of dim 0."""
 
     def __init__(self, stages: Iterable[int]) -> None:
         super().__init__(0)
         self.stages = tuple(sorted(stages))
 
     def __eq__(self, other: object) -> bool:
-        return self.stages == other.stages if isinstance(other, OnStage) else other == Shard(0)
+        return isinstance(other, OnStage) and self.stages == other.stages
 
     def __hash__(self) -> int:
-        return hash(("OnStage", self.stages))  # not that of Shard(0): torch remembers by it what ops of DTensors return
+        return hash((type(self), self.stages))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OnStage, (self.stages,)
@@ -144,6 +143,9 @@ class OnStage(Shard):
         return f"OnStage({', '.join(map(str, self.stages))})"
 
     __str__ = __repr__
+
+
+accept_unequal_to_shard(OnStage)
 
 
 def extent(placement: Shard, size: int, axis: Axis) -> tuple[int, int]:

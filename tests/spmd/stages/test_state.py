@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import spmd
+from spmd._torch import dtensor_over
+from spmd.placements import OnStage
+from tests.harness.fake import fake_world
 from tests.harness.oracle import snapshot, unequal
 from tests.harness.pool import Ranks
 
@@ -81,6 +85,19 @@ def goes_anywhere(rank: int, world: int, folder: Path) -> list[str]:
         if not torch.allclose(2 * p.grad, q.grad.full_tensor(), 1e-9, 1e-12):  # type: ignore[union-attr, operator]
             lines.append(f"written back: {q.grad}")
     return lines
+
+
+def test_what_a_stage_keeps_is_not_taken_for_a_shard() -> None:
+    """torch remembers what an op of DTensors returns by specs that are equal, not by their hashes alone."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        kept, split = (
+            dtensor_over(torch.ones(1, 3), mesh, [each], (2, 3), (3, 1)) for each in (OnStage({1}), Shard(0))
+        )
+        assert kept._spec != split._spec
+        assert split._spec != kept._spec
+        assert kept.detach().placements == (OnStage({1}),)
+        assert [type(each) for each in split.detach().placements] == [Shard]
 
 
 def test_state_goes_into_any_layout_and_back(ranks: Ranks, tmp_path: Path) -> None:
