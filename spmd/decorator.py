@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import (
-    Any,
-    ParamSpec,
-    Protocol,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    overload,
-)
+from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from torch import fx, nn
 
-from passes import (
-    Pass,
-)
+from passes import Pass
 
 from .lowering.compiled_regions import Backend
 from .modes.base import ParallelMode

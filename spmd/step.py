@@ -11,23 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import (
-    Any,
-    Concatenate,
-    Generic,
-    ParamSpec,
-    TypeVar,
-    overload,
-)
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from passes import (
-    Diff,
-    Program,
-    RankFailedError,
-    Report,
-    SpmdError,
-    print_program,
-)
+from passes import Diff, Program, RankFailedError, Report, SpmdError, print_program
 from passes.runtime.rooms import RoomExceededError
 
 from ._torch import DisableTorchFunctionSubclass, get_proxy_mode

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import (
-    Any,
-    NamedTuple,
-)
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import (
-    Fact,
-    Pass,
-    Program,
-    RankMismatchError,
-    facts_of,
-)
+from passes import Fact, Pass, Program, RankMismatchError, facts_of
 from passes.default_passes import table_of, with_islands, with_rates
 from passes.ir.bundle import Bundle
 

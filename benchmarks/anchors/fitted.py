@@ -1,4 +1,7 @@
-"""Constants that `python -m benchmarks.anchors FILE.csv --fit` has written; format them with ruff."""
+"""Constants that `python -m benchmarks.anchors FILE.csv --fit` writes; format them with ruff.
+
+Those of "graphed experts" were set by hand since the last fit.
+"""
 
 from spmd.planning.machine import Software
 

@@ -39,7 +39,7 @@ def _copy(ends: Tensor, each: int, rows: int, room: int) -> Tensor:
 
 
 def _within(ends: Tensor, each: int, rows: int, room: int) -> Tensor:
-    """``ends``, at which groups end among ``rows``; notes the most rows that ``each`` so many groups have."""
+    """``ends``, at which groups end among ``rows``; notes the most rows of a rank, which has ``each`` groups."""
     stops = ends[each - 1 :: each].clone()
     stops[-1] = rows  # those behind the last group are the last rank's
     _noted.times.append(stops.diff(prepend=stops.new_zeros(1)).amax() / room)

@@ -41,7 +41,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import fx
 
-from passes import Input, Program, Role
+from passes import Input, PassError, Program, Role
 from passes.analysis.aliases import escaping, is_view, storages
 from passes.analysis.out_variants import is_constant
 from passes.ir.collectives import WAIT, is_collective, is_wait
@@ -52,6 +52,7 @@ from passes.ir.schemas import schema
 from passes.runtime.arena import reserve, view_at, whole
 from passes.runtime.host_memory import wait_copy
 from passes.runtime.message_collectives import OUT_VARIANTS
+from passes.runtime.rooms import within
 from passes.runtime.shared_memory_collectives import PERSISTENT
 from passes.runtime.streams import DeviceStreams
 from passes.schedule.happens_before import check_streams
@@ -254,6 +255,11 @@ class _Writer:
         for node in self.program.graph.nodes:
             if node is first:
                 self._begin_update(first)
+            if node.target is within and self.gradients is not None:
+                raise PassError(
+                    f"{node.name} looks whether rows have room behind {first.name}, which writes to an input: expected "
+                    "it in front of all writes, since a call with too little room begins anew"
+                )
             before = len(self.each_call)
             if self.lines is not None:
                 self.each_call += self.lines.before(node, self.names, self.fixed)

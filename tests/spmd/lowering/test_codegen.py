@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import passes
 from passes import Program, Role
+from passes.runtime.rooms import within
 from spmd.lowering.bindings import direct
 from spmd.lowering.codegen import Bound
 from tests.passes.programs import f64, make_program
@@ -100,6 +102,17 @@ def test_released_it_holds_no_state() -> None:
     assert p._is_view() is False and bound._state
     bound.release()
     assert not bound._state and bound._halves is None
+
+
+def test_no_look_for_room_stands_behind_a_write() -> None:
+    """A pass of a user's may have moved it there; a call that has written cannot begin anew."""
+
+    program = program_of(lambda p, x: (aten.add.Tensor(p, 1), within(x, 1, 8, 4)), p=f64(2), x=f64(2))
+    program.inputs[0] = replace(program.inputs[0], in_place=True)
+    (write,) = program.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    write.target = aten.add_.Tensor
+    with pytest.raises(passes.PassError, match="within looks whether rows have room behind add"):
+        Bound(program)(torch.zeros(2).double(), torch.ones(2).double())
 
 
 def test_arguments_of_every_kind() -> None:
