@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from spmd.interpreter import young_collections as module
 from spmd.interpreter.young_collections import young_collections
 
 
@@ -19,7 +20,8 @@ class Node:
 
 
 @pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "_users_own", False)
     gc.unfreeze()
     yield
     gc.unfreeze()

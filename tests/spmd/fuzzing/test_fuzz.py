@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # with --exhaustive
 def test_random_steps_run_clean(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    count = 100 if request.config.getoption("--exhaustive") else 14
+    count = 100 if request.config.getoption("--exhaustive") else 8
     findings = fuzz(count, 0, tmp_path)
     assert not findings.failures, findings.failures[0].outcome.details
     assert findings.count == count and findings.agreed >= 0.8 * count, findings.refusals
