@@ -294,17 +294,15 @@ class Dispatch:
         sites, changed = self.numbers.changes(call, self._own(call))
         own = json.dumps([self.shared.number_for(call), changed])
         gathered = [json.loads(text) for text in all_gather_text(own)]
+        live = self.numbers.of_next(call, sites, [name for _, names in gathered for name in names])
         numbers = {number for number, _ in gathered}
-        if len(numbers) == 1 and numbers != {NONE}:
-            return self.shared.of_number(*numbers), Carried()
-        return None, self.numbers.of_next(call, sites, [name for _, names in gathered for name in names])
+        is_shared = len(numbers) == 1 and numbers != {NONE}
+        return self.shared.of_number(*numbers) if is_shared else None, live
 
-    def why_not_cached(self, call: Call, shared: SharedCapture | None) -> str:
+    def why_not_cached(self, call: Call) -> str:
         """Why no entry of the cache can serve a call: what an earlier call of this process had decides, too."""
         reasons = {
             "its experts had more rows than it had room for": self.outgrown,
-            "a capture of this process serves it": shared is not None,
-            "sizes of its arguments changed": self.open_sizes(call).sizes,
             "it has logs among its arguments": self._reader.logs,
             "the programs so far write to Python state": self.carried(call),
         }

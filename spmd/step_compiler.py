@@ -127,7 +127,7 @@ class StepCompiler:
             notes, modes = self._settle(call, agreement), torch_settings()
             shared, live = self._dispatch.find_capture(call, agreement.all_gather_text)
         with stages.stage("cache") if options.cache_option.folder else stages.explained("finding an entry"):
-            why = self._dispatch.why_not_cached(call, shared)
+            why = self._dispatch.why_not_cached(call)
             lookup = look_up(name, self._function, call, options, live, why, agreement)
             made = self._from_entry(lookup, call, agreement)
         if made is None:
@@ -195,7 +195,7 @@ class StepCompiler:
             )
             check_memory(captured.program, call, captured.carried, captured.constants)
             captured.program.notes += [*notes, *call.notes]
-            lookup.note_capture(captured, reads, any_size)
+            lookup.note_capture(captured, reads, any_size or (shared.capture if shared else None))
             dump.stage(0, "capture", captured.program)
         with stages.stage("partition"), DisableAutocast():
             captured.program.room = self._dispatch.room
@@ -207,7 +207,7 @@ class StepCompiler:
         choosing = self._choosing(pipeline, agreement, stages)
         with stages.stage("passes"), DisableAutocast(), choosing as pipeline:
             program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
-        lookup.verify(captured.program, program)
+        lookup.verify(captured, program)
         return Made(captured, reads, any_size, local, added, state, pipeline, program, parts)
 
     def _warn_of_cuts(self, local: Program, agreement: Agreement) -> None:

@@ -67,9 +67,15 @@ def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare ``--exhaustive`` and ``--renew``."""
+    """Declare ``--exhaustive``, ``--renew`` and ``--backend``."""
     parser.addoption("--exhaustive", action="store_true", help="all optimizers in all combinations, all real models")
     parser.addoption("--renew", action="store_true", help="write golden text anew, for review as a diff")
+    parser.addoption("--backend", default="aten", help="of steps whose numbers are compared, where a test names none")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell ``harness/oracle.py`` the backend, also in processes that tests start."""
+    os.environ["TESTS_BACKEND"] = config.getoption("--backend")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -200,6 +200,7 @@ def _options(options: Options, describer: Describer) -> Iterator[Any]:
     for each in options.pipeline:
         yield _option(each, describer)
     yield table_of(options.pipeline).digest
+    yield _option(options.dynamic, describer)
 
 
 def _option(value: Any, describer: Describer) -> Any:

@@ -21,14 +21,12 @@ from .program_data import scalar_from_data, scalar_to_data
 from .read_data import StoredReads, sites_of
 
 
-def captured_to_data(captured: Captured, reads: Reads) -> dict[str, Any]:
-    """``captured`` as JSON. Raises ``NotCachedError`` for what refers to objects of this process."""
+def captured_to_data(captured: Captured, constants: list[Any]) -> dict[str, Any]:
+    """``captured`` as JSON, with its constants as data. Raises ``NotCachedError`` for what refers to other objects."""
     if captured.guards.branches:
         raise NotCachedError("the step branches on the value of state")
     if captured.returns_loss:
         raise NotCachedError("it returns a loss that it does not train, which each process is warned of")
-    if captured.sizes.symbols or captured.is_of_one_size:
-        raise NotCachedError("its program serves other sizes of its arguments, too")
     carried = captured.carried
     if kept := [*(site.name for site in (*carried.numbers, *carried.sites)), *(key for *_, key in carried.counters)]:
         raise NotCachedError(f"the step keeps {kept[0]} from call to call")
@@ -36,7 +34,8 @@ def captured_to_data(captured: Captured, reads: Reads) -> dict[str, Any]:
     return {
         "conditions": [[positions, condition_to_data(*expression)] for positions, expression in checks],
         "numbers": captured.guards.numbers,
-        "constants": [_constant(each, reads) for each in captured.constants],
+        "constants": constants,
+        "is of one size": captured.is_of_one_size,
         "results": list(map(_leaf, captured.result_leaves)),
         "result": _spec(captured.result_spec),
         "new state": [
@@ -79,6 +78,7 @@ def captured_from_data(data: Mapping[str, Any], program: Program, reads: StoredR
         live=data["live"],
         fixed={name: scalar_from_data(value) for name, value in data["fixed"]},
         cleared_first=frozenset(data["cleared first"]),
+        is_of_one_size=data["is of one size"],
     )
 
 
@@ -133,7 +133,7 @@ def _read_write(data: Sequence[Any]) -> Write:
     return Write(GroupEntry(*target), list(map(_read_leaf, leaves)), _read_spec(spec), in_place, had_graph)
 
 
-def _constant(tensor: torch.Tensor, reads: Reads) -> Any:
+def constant_to_data(tensor: torch.Tensor, reads: Reads) -> Any:
     """A constant at a site that the step read, by the number of that; its values, if the step itself made it."""
     for number, site in enumerate(sites_of(reads)):
         if site.get() is tensor:

@@ -20,6 +20,8 @@ from passes import Program, SpmdError, print_program
 
 from ..call.call import Call
 from ..capture.captured import Captured
+from ..capture.sizes.any_size import AnySize
+from ..capture.sizes.same_program import captured_the_same
 from ..interpreter.source_lines import warn_user
 from ..options import Options
 from ..python_state.effects.carried import Carried
@@ -27,7 +29,7 @@ from ..python_state.reads import Reads
 from ..ranks.consensus import Agreement
 from ..ranks.simulated import simulated
 from .call_key import facts_of_call, names_of
-from .captured_data import captured_from_data, captured_to_data
+from .captured_data import captured_from_data, captured_to_data, constant_to_data
 from .described import Describer, digest_of
 from .folder import Folder, RefusedFolderError
 from .not_cached import NotCachedError
@@ -88,22 +90,36 @@ class Lookup:
         if common:
             self.warm = self.found[common[0]]
 
-    def note_capture(self, captured: Captured, reads: Any, any_size: Any) -> None:
-        """Take what the trace read as data, while nothing has changed since."""
+    def note_capture(self, captured: Captured, reads: Any, any_size: AnySize | None) -> None:
+        """Take what the trace read as data, while nothing has changed since.
+
+        ``any_size``: that the program was made from, by a trace of this call or of one before.
+        """
         if self.folder is None or self.why:
             return
         try:
-            if any_size is not None or not isinstance(reads, Reads):
-                raise NotCachedError("its program serves other sizes of its arguments, too")
             if [slot.input.name for slot in self.call.slots] != self._slots:
                 raise NotCachedError("the step leaves some of the optimizer's state alone, or begins without it")
-            data, _ = reads_to_data(reads, self.function, self.call.given.leaves, self.names)
-            live = {*captured.carried.leaves, *captured.carried.unread}
-            values = [[leaf.name, _value(leaf, live, self.names)] for leaf in self.call.given.leaves]
-            self._data = {"reads": data, "capture": captured_to_data(captured, reads), "values": values}
-            self._data |= {"functions": self.functions, "flags": _changed_flags(self._flags, _flags_of(self.call))}
+            trace = self._trace(captured, reads) if isinstance(reads, Reads) else any_size.trace if any_size else {}
+            if not trace:
+                raise NotCachedError("the trace that serves its sizes was not kept")
+            if any_size is not None:
+                any_size.trace.update(trace)
+            self._data = {name: trace[name] for name in ("reads", "functions", "flags")}
+            self._data |= {"capture": captured_to_data(captured, trace["constants"]), "values": self._values(captured)}
         except _UNDESCRIBED as error:
             self.why = str(error)
+
+    def _trace(self, captured: Captured, reads: Reads) -> dict[str, Any]:
+        """The part of an entry that is the same for all sizes."""
+        data, _ = reads_to_data(reads, self.function, self.call.given.leaves, self.names)
+        flags, constants = _changed_flags(self._flags, _flags_of(self.call)), captured.constants
+        constants_as_data = [constant_to_data(each, reads) for each in constants]
+        return {"reads": data, "functions": self.functions, "flags": flags, "constants": constants_as_data}
+
+    def _values(self, captured: Captured) -> list[Any]:
+        live = {*captured.carried.leaves, *captured.carried.unread}
+        return [[leaf.name, _value(leaf, live, self.names)] for leaf in self.call.given.leaves]
 
     def note_programs(self, captured: Program, partitioned: Program, program: Program) -> None:
         """Take the programs as data, and note in the report why there will be no entry."""
@@ -130,21 +146,31 @@ class Lookup:
         except OSError as error:
             warn_user(f"a compiled step cannot be kept for later processes: {error}. Training goes on")
 
-    def verify(self, captured: Program, program: Program) -> None:
-        """Raise ``SpmdError``, with the line, if the entry that was found is not what was compiled now."""
+    def verify(self, captured: Captured, program: Program) -> None:
+        """Raise ``SpmdError``, with the line, if the entry that was found is not what was compiled now.
+
+        What was made from a trace of any size may have other names of nodes, so that its captured ops decide.
+        """
         if self.warm is None or not self.verifies:
             return
-        for was, now in ((self.warm.captured.program, captured), (self.warm.program, program)):
-            lines = zip(
-                print_program(replace(was, name=now.name)).splitlines(), print_program(now).splitlines(), strict=False
-            )
-            for number, (stored, made) in enumerate(lines, start=1):
-                if stored != made and not stored.startswith("#"):
-                    raise SpmdError(
-                        f"the program of {now.name} in the cache is not what the step compiles to, in line {number}:\n"
-                        f"    stored: {stored.strip()}\n    now:    {made.strip()}\nRemove it with spmd cache clear, "
-                        "and report how the step was changed"
-                    )
+        own = self.warm.captured
+        for was, now in ((own.program, captured.program), (self.warm.program, program)):
+            found = _first_difference(print_program(replace(was, name=now.name)), print_program(now))
+            if found and own.is_of_one_size is not captured.is_of_one_size and captured_the_same(own, captured):
+                return
+            if found:
+                raise SpmdError(
+                    f"the program of {now.name} in the cache is not what the step compiles to, {found}\nRemove it with "
+                    "spmd cache clear, and report how the step was changed"
+                )
+
+
+def _first_difference(stored: str, made: str) -> str:
+    """The first line in which two texts differ, but for comments; empty if there is none."""
+    for number, (was, now) in enumerate(zip(stored.splitlines(), made.splitlines(), strict=False), start=1):
+        if was != now and not was.startswith("#"):
+            return f"in line {number}:\n    stored: {was.strip()}\n    now:    {now.strip()}"
+    return ""
 
 
 def look_up(
@@ -207,7 +233,6 @@ def _excluded(call: Call, options: Options, live: Carried) -> str:
         "it has a backend": options.backend != "aten",
         "its programs are edited": options.program,
         "it has a budget of memory": options.memory,
-        "it names sizes that change": options.dynamic,
         "it defers updates": options.mode.defer_updates,
         "it is captured as CUDA graphs": options.cuda_graphs,
         "it runs micro-batches": options.mode.micro_batches > 1,
@@ -229,9 +254,7 @@ def _bind(lookup: Lookup, folder: Folder, entry: Path) -> Warm:
     captured_program, partitioned, program = (program_from_data(files[f"{name}.json"], call.mesh) for name in _PROGRAMS)
     captured_program.annotations = call.annotations
     captured = captured_from_data(files["capture.json"], captured_program, reads)
-    live = {*captured.carried.leaves, *captured.carried.unread}
-    values = [[leaf.name, _value(leaf, live, lookup.names)] for leaf in call.given.leaves]
-    if json.loads(json.dumps(values)) != files["values.json"]:
+    if json.loads(json.dumps(lookup._values(captured))) != files["values.json"]:
         raise NotCachedError("a number or text among the arguments is another one")
     numbers = [
         *(each.get() for each in call.hyper_parameters),

@@ -30,19 +30,24 @@ def shared_rng(seed: int | None = None) -> random.Random:
     return random.Random(first)
 
 
-def pad_to_longest(batch: Any, *, dim: int = 1, value: float = 0, values: Mapping[str, float] | None = None) -> Any:
+def pad_to_longest(
+    batch: Any, *, dim: int = 1, value: float = 0, values: Mapping[str, float] | None = None, multiple: int = 1
+) -> Any:
     """Pad the tensors of a batch at the end of ``dim`` to the longest that any rank has; all ranks call it together.
 
     For collators that pad each rank's batch by itself: ``batch = spmd.pad_to_longest(batch, values={"labels": -100})``.
     Tensors may be nested in dicts, lists and tuples, and each is padded to its own length, with ``value``, or that
     which ``values`` has for its key. Tensors without this dim stay as they are. Lengths change from call to call, and
-    so may programs: docs/first-hour.md, Shapes.
+    each takes a program: ``multiple=64`` pads to the next multiple, so that there are few (docs/first-hour.md, Shapes).
 
-    Raises ``ValueError`` for a name that is no key of the batch, and where ranks pass batches of other structures.
+    Raises ``ValueError`` for a name that is no key of the batch, a multiple below 1, and where ranks pass batches of
+    other structures.
     """
     leaves, spec = tree_flatten_with_path(batch)
     keys = [str(getattr(path[-1], "key", getattr(path[-1], "idx", ""))) if path else "" for path, _ in leaves]
     values = dict(values or {})
+    if multiple < 1:
+        raise ValueError(f"expected multiple to be 1 or more, got {multiple}")
     sizes = [_size(leaf, dim) for _, leaf in leaves]
     gathered = _all_gather([keys, sizes], "spmd.pad_to_longest()")
     if any(other != keys for other, _ in gathered):
@@ -50,7 +55,7 @@ def pad_to_longest(batch: Any, *, dim: int = 1, value: float = 0, values: Mappin
         raise ValueError(f"expected batches of one structure on all ranks, got the keys {found}")
     if unknown := values.keys() - set(keys):
         raise ValueError(f"values has {sorted(unknown)}, but the batch has the keys {sorted(set(keys))}")
-    longest = [max(each) for each in zip(*(other for _, other in gathered), strict=True)]
+    longest = [-(-max(each) // multiple) * multiple for each in zip(*(other for _, other in gathered), strict=True)]
     padded = [
         _pad(leaf, dim, length, values.get(key, value))
         for (_, leaf), key, length in zip(leaves, keys, longest, strict=True)

@@ -8,7 +8,8 @@ and compared with one that was captured for these: an earlier program of the ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from passes import Input
 
@@ -30,10 +31,11 @@ Capture = Callable[[TracedSizes], tuple[Captured, Reads]]
 
 @dataclass(frozen=True)
 class AnySize:
-    """``captured`` has symbols in the place of ``sizes``."""
+    """``captured`` has symbols in the place of ``sizes``; ``trace``: what the cache keeps of the trace, as data."""
 
     captured: Captured
     sizes: tuple[DynamicSize, ...]
+    trace: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def fits(self, call: Call) -> bool:
         """Whether the sizes and the state of a call are such that it may be served; guards check all else."""

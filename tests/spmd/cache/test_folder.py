@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import signal
 import stat
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,20 +131,62 @@ def test_training_goes_on_with_a_full_disk(trainer: Trainer, tmp_path: Path) -> 
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_two_writers_at_once(tmp_path: Path) -> None:
-    opened, barrier = Folder.open(tmp_path / "cache"), threading.Barrier(4)
+def in_a_process(function: Callable[[], object]) -> int:
+    """Fork a process that runs ``function`` and ends; returns its id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+
+def test_several_processes_write_at_once(tmp_path: Path) -> None:
+    opened = Folder.open(tmp_path / "cache")
+    files = {"x.json": b"1" * 100_000, "y.json": b"2" * 100_000}
 
     def write() -> None:
-        barrier.wait()
-        opened.write("same-number-0", {"x.json": b"1" * 100_000})
+        for k in range(20):
+            opened.write(f"same-number-{k}", files)
+            assert opened.read(opened.path / f"same-number-{k}") == files
 
-    threads = [threading.Thread(target=write) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert [each.name for each in opened.path.iterdir()] == ["same-number-0"]
-    assert opened.read(opened.path / "same-number-0") == {"x.json": b"1" * 100_000}
+    children = [in_a_process(write) for _ in range(4)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert sorted(each.name for each in opened.path.iterdir()) == sorted(f"same-number-{k}" for k in range(20))
+
+
+def test_a_process_is_killed_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, written = Folder.open(tmp_path / "cache"), folders._write
+
+    def killed(path: Path, content: bytes) -> None:
+        if path.name == "y.json":
+            written(path, content[:10])
+            os.kill(os.getpid(), signal.SIGKILL)
+        written(path, content)
+
+    with monkeypatch.context() as context:
+        context.setattr(folders, "_write", killed)
+        child = in_a_process(lambda: opened.write("key-n-0", {"x.json": b"1" * 100, "y.json": b"2" * 100}))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert len(list(opened.path.iterdir())) == 1 and not opened.entries()
+    opened.write("key-n-0", {"x.json": b"3"})
+    assert opened.read(opened.entries("key")[0]) == {"x.json": b"3"}
+
+
+def test_nothing_is_left_of_what_the_disk_has_no_room_for(tmp_path: Path) -> None:
+    """The system refuses a write, here by a limit on the size of files."""
+    opened = Folder.open(tmp_path / "cache")
+
+    def write() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        with pytest.raises(OSError, match="File too large"):
+            opened.write("key-n-0", {"x.json": b"1" * 100, "y.json": b"2" * 5000})
+
+    assert os.waitpid(in_a_process(write), 0)[1] == 0
+    assert not list(opened.path.iterdir())
 
 
 def test_what_a_killed_process_left_is_no_entry_and_goes(tmp_path: Path) -> None:

@@ -80,6 +80,48 @@ def test_numbers_that_each_call_reads_may_be_others(trainer: Trainer, tmp_path: 
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
+def run_sizes(trainer: Trainer, cache: Path | str, sizes: tuple[int, ...], **options: Any) -> list[Tensor]:
+    """The losses of a process that starts now, whose batches have these numbers of rows."""
+    module = trainer.start()
+    model, optimizer = module.build()
+    step = spmd.compile(module.step, cache=cache, **options)
+    return [step(model, optimizer, *(each[:rows] for each in batch(k))).detach() for k, rows in enumerate(sizes)]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("dynamic", "count"), [(None, 3), ({"x": {0: "rows"}, "y": {0: "rows"}}, 4)])
+def test_sizes_that_one_trace_serves_start_warm(trainer: Trainer, tmp_path: Path, dynamic: Any, count: int) -> None:
+    """The last size is one that no process has met: it is traced, and compared with programs of entries."""
+    traces, cache, sizes = trainer.count_traces(), tmp_path / "cache", (6, 4, 5, 6, 3)
+    cold = run_sizes(trainer, cache, sizes, dynamic=dynamic)
+    assert len(traces) == count
+    traces.clear()
+    assert torch.equal(torch.stack(run_sizes(trainer, cache, sizes, dynamic=dynamic)), torch.stack(cold))
+    assert not traces
+    warm = run_sizes(trainer, cache, (*sizes, 2), dynamic=dynamic)
+    assert traces
+    with mock.patch.object(spmd, "compile", lambda step, **_: step):
+        torch.testing.assert_close(warm, run_sizes(trainer, cache, (*sizes, 2)), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.usefixtures("alone")
+def test_verify_takes_other_names_of_nodes_where_one_trace_was_of_any_size(trainer: Trainer, tmp_path: Path) -> None:
+    cache, compared = tmp_path / "cache", list[bool]()
+    run_sizes(trainer, cache, (6, 4, 6))
+
+    def other_names(program: Any) -> str:
+        compared.append(True)
+        return print_program(program).replace("addmm", f"addmm_{len(compared)}" if len(compared) > 4 else "addmm")
+
+    trainer.monkeypatch.setattr("spmd.cache.compile_cache.print_program", other_names)
+    run_sizes(trainer, f"verify:{cache}", (6, 6))
+    assert len(compared) > 4
+    trainer.monkeypatch.setattr("spmd.cache.compile_cache.captured_the_same", lambda one, other: False)
+    compared.clear()
+    with pytest.raises(spmd.SpmdError, match=r"in line \d+:\n    stored: "):
+        run_sizes(trainer, f"verify:{cache}", (6, 6))
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_size_that_changes_after_a_warm_start_is_compiled(trainer: Trainer, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
@@ -221,7 +263,6 @@ def cold_and_warm(rank: int, world: int, case: Case, mode: dict[str, Any], folde
             finally:
                 spmd.seed(None)
     found = traced + all_unequal(runs[0], runs[1], rank, world, 0, 0)
-    found = all_unequal(runs[0], runs[1], rank, world, 0, 0)
     return found if draws else [*found, *all_unequal(plain_run(case, world, 5), runs[1], rank, world)]
 
 

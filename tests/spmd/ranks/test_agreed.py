@@ -53,4 +53,7 @@ def test_one_rank_needs_no_padding() -> None:
     assert spmd.pad_to_longest(batch)[0] is batch[0]
     with pytest.raises(ValueError, match="no_such"):
         spmd.pad_to_longest(batch, values={"no_such": 1})
+    assert spmd.pad_to_longest(batch, multiple=4, value=2)[0].tolist() == [[1, 1, 1, 2]] * 2
+    with pytest.raises(ValueError, match="multiple to be 1 or more, got 0"):
+        spmd.pad_to_longest(batch, multiple=0)
     assert 0 <= spmd.shared_rng().random() < 1
