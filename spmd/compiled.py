@@ -554,7 +554,7 @@ def describe_for_agreement(
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
     traffic += [f"the bundle {bundle.name}: {bundle.digest()}"] if bundle is not None else []
-    code = [captured.program.code, *draws, *traffic]
+    code = [captured.code, *draws, *traffic]
     if program.assignment is not None:  # a solver of the user's may choose other placements on other ranks
         code.append(f"the assignment of nodes: sha256 {program.assignment.digest}")
     return "\n".join([*lines, *code])
@@ -562,7 +562,7 @@ def describe_for_agreement(
 
 def text_of(captured: Captured, call: Call, entry: str = "") -> str:
     """The captured program and the numbers that it reads: what Python values among the arguments make of it."""
-    return "\n".join([*_numbers(captured, call), entry or captured.program.code])
+    return "\n".join([*_numbers(captured, call), entry or captured.code])
 
 
 def _numbers(captured: Captured, call: Call) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ class Captured:
     fixed_sizes: dict[DynamicSize, str] = field(default_factory=dict)  # of these, those that it needs, with the lines
     returns_loss: bool = False  # of a model in train() mode, with a graph, and without a backward pass
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient is cleared before it is read
+
+    @cached_property
+    def code(self) -> str:
+        """The text of the program, as ranks compare it: nothing edits it from here on."""
+        return self.program.code
 
     def all_carried(self) -> Carried:
         """The state that becomes inputs, and the other sites that the program writes, which may hold tensors then."""

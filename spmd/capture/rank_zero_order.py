@@ -54,7 +54,7 @@ def _text(captured: Captured) -> str:
     program = captured.program
     metas = [(node.name, *_meta(node)) for node in program.graph.nodes]
     inputs = [declared.name for declared in program.inputs]
-    return json.dumps([inputs, _output_ids(captured), _constant_ids(captured), metas, program.code])
+    return json.dumps([inputs, _output_ids(captured), _constant_ids(captured), metas, captured.code])
 
 
 @dataclass(frozen=True)

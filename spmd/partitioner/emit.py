@@ -86,7 +86,8 @@ class Emitter:
     def op(self, node: fx.Node, args: Any, kwargs: Any, placements: Sequence[Placements | None]) -> fx.Node:
         """Emit the op of ``node`` on this rank's parts; its results have ``placements``."""
         target: Any = node.target
-        self._shapes.learn(node)
+        if not any(p is not None and is_sharded(p) for p in placements):
+            self._shapes.learn(node)
         args, kwargs = self.laid_out(node, args, kwargs)
         if draws(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
