@@ -111,7 +111,7 @@ class _Shares:
 
     def _emitted(self, k: int) -> Program:
         problem = self._problem(k)
-        return emit(problem, problem.complete(self._assignment))
+        return emit(problem, self._assignment)
 
     def _problem(self, k: int) -> Problem:
         return Problem.of(

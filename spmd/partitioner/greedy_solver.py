@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from passes import Output, PartitionError, Phase
+from passes import Input, Output, PartitionError, Phase
 from passes.ir.program import Placements
 
 from ..capture.constraint import CONSTRAIN, constrained_to
@@ -31,6 +31,8 @@ from .check_given import (
     check_result_moves,
     check_sizes,
 )
+from .diagnostics import Diagnostics
+from .emit_op import OpEmitter
 from .hints import Hints
 from .lookahead import Lookahead
 from .moves import Moves
@@ -43,12 +45,21 @@ _OPEN = Choice()  # nothing is given
 
 
 class Greedy:
-    """The decisions of the greedy solver, and the assignment that they make. ``given``: what is decided already."""
+    """The decisions of the greedy solver, and the assignment that they make. ``given``: what is decided already.
 
-    def __init__(self, calls: Calls, given: Assignment) -> None:
+    It counts what comes of them, or hands it to an ``emitter``.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        given: Assignment,
+        emitter: OpEmitter | None = None,
+        diagnostics: Diagnostics | None = None,
+    ) -> None:
         check_axes(calls, given)
         self.calls, self.context, self.given = calls, calls.context, given
-        self.walk = Walk(calls, Tally(self.context.mesh))
+        self.walk = Walk(calls, emitter or Tally(self.context.mesh), diagnostics)
         values, self.parameters = self.walk.values, self.walk.parameters
         self.chooser = Chooser(calls.options, self.context.model_axes, self.context.expert_axes)
         self.lookahead = Lookahead(self.context.mesh, calls.options, values, self.context.differentiated)
@@ -58,8 +69,18 @@ class Greedy:
 
     def solve(self) -> Assignment:
         """The whole assignment. Raises ``PartitionError`` if what is given does not fit the program."""
-        self.walk.run(self)
+        self.run()
+        return self.assignment
+
+    def run(self) -> tuple[list[Input], list[Any], list[Output]]:
+        """Decide everything; returns what the walk does. Raises as ``solve``."""
+        walked = self.walk.run(self)
         check_names(self.calls, self.given, self.choices, self.outputs)
+        return walked
+
+    @property
+    def assignment(self) -> Assignment:
+        """What was decided."""
         return Assignment(self.calls.axes, self.choices, self.outputs)
 
     def first(self, node: fx.Node, operands: Sequence[Value]) -> Iterable[Move]:

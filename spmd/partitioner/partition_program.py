@@ -1,4 +1,4 @@
-"""Emit: the program that an assignment says, one rank's share of the global one."""
+"""Emit: one rank's share of the global program, as the solver assigns node after node."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from ..interpreter.interrupts import interruptible
 from .assignment import Assignment
 from .diagnostics import Diagnostics
 from .emit_op import OpEmitter
+from .greedy_solver import Greedy
 from .offload import offload
 from .plan import Plan
 from .solver_problem import Problem
 from .values import Value
-from .walk import Assigned, Walk
+from .walk import Walk
 
 
 @interruptible
@@ -32,18 +33,18 @@ def partition(program: Program, plan: Plan, assignment: Assignment | None = None
     program, or if an op's local result has another shape than its placement says.
     """
     problem = Problem.of(program, plan)
-    return emit(problem, problem.solve(assignment))
+    return emit(problem, problem.given(assignment))
 
 
-def emit(problem: Problem, assignment: Assignment) -> Program:
-    """Write a whole assignment, which ``problem`` has completed and so checked; decides nothing."""
-    context, program = problem.context, problem.context.program
+def emit(problem: Problem, given: Assignment) -> Program:
+    """The program of an assignment, which the greedy solver checks and completes on the way."""
+    context, program = problem.context, problem.program
     emitter, diagnostics = OpEmitter(program), Diagnostics(context)
-    walk = Walk(problem, emitter, diagnostics)
-    inputs, returned, outputs = walk.run(Assigned(problem, assignment))
+    greedy = Greedy(problem, given, emitter, diagnostics)
+    inputs, returned, outputs = greedy.run()
     emitter.graph.output(tuple(returned))
     _erase_unused(emitter.graph)
-    _note_captured(program.graph, walk)
+    _note_captured(program.graph, greedy.walk)
     diagnostics.rounded(emitter.graph)
     emitted = replace(
         program,
@@ -58,7 +59,7 @@ def emit(problem: Problem, assignment: Assignment) -> Program:
         prefetch=context.plan.prefetch,
         limit_gathers=context.plan.limit_gathers,
         room=program.room if emitter.graph.find_nodes(op="call_function", target=within) else None,
-        assignment=assignment,
+        assignment=greedy.assignment,
     )
     offload(emitted, context.plan)
     return emitted

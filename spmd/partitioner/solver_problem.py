@@ -40,10 +40,12 @@ class Problem(Calls):
 
     def solve(self, given: Assignment | None = None) -> Assignment:
         """The whole assignment: ``given``, or the plan's; then what the plan's solver decides, and the greedy one."""
+        return self.complete(self.given(given))
+
+    def given(self, given: Assignment | None = None) -> Assignment:
+        """What is decided before the greedy solver: ``given``, or the plan's, and what the plan's solver adds."""
         given = given or self.plan.assignment or Assignment(self.axes)
-        if self.plan.solver is not None:
-            given = self.plan.solver.solve(self, given)
-        return self.complete(given)
+        return given if self.plan.solver is None else self.plan.solver.solve(self, given)
 
     def complete(self, given: Assignment) -> Assignment:
         """``given`` with choices of the greedy solver for the rest; a whole one is checked and looked up.
