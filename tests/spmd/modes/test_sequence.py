@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import spmd
 from passes import Kind, PartitionError, Role
 from spmd.partitioner.redistribute import Redistribution
-from spmd.rules.sequence_attention import Blocks
+from spmd.rules.sequences.ring import Blocks
 from tests.harness.fake import fake_world
 from tests.harness.oracle import all_unequal, snapshot
 from tests.harness.pool import Ranks
@@ -103,6 +103,11 @@ def verified(given: tuple[Any, ...], mesh: dict[str, int] | None = None, step: A
     mesh = mesh or {"cp": 2}
     step = spmd.compile(step, parallel_mode=spmd.DataParallel(**{**CONTEXT, **mode}))
     return spmd.verify(step, *given, mesh=mesh, world=torch.Size(mesh.values()).numel(), steps=2)
+
+
+def certified(given: tuple[Any, ...], world: int = 2, **mode: Any) -> Any:
+    step = spmd.compile(train, parallel_mode=spmd.DataParallel(**CONTEXT, **mode))
+    return spmd.certify(step, *given, mesh={"cp": world}, world=world)
 
 
 # Numbers
@@ -199,6 +204,16 @@ def test_five_steps_on_gloo_ranks(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, run_forms) == [[]] * world
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("attention, length, world, mode", [
+    ("gather", 8, 2, {}),
+    ("ring", 12, 3, {"parallel_style": "fully_shard"}),
+])  # fmt: skip
+def test_the_certificate_shows_what_is_merged(attention: Any, length: int, world: int, mode: Any) -> None:
+    found = certified(arguments(length, 2), world, attention=attention, **mode)
+    assert found, found
+
+
 # What is communicated and computed
 
 
@@ -258,6 +273,7 @@ def test_a_stale_block_in_a_ring_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     passed = Blocks.passed
     monkeypatch.setattr(Blocks, "passed", lambda self, pair, step: [passed(self, pair, step), list(pair)][1])
     assert not verified(arguments(8), attention="ring")
+    assert not certified(arguments(8), attention="ring")
 
 
 @pytest.mark.slow
@@ -273,6 +289,7 @@ def test_labels_that_are_not_mirrored_with_their_rows_are_found(monkeypatch: pyt
 
     monkeypatch.setattr(Redistribution, "_in_order_of_ranks", but_labels)
     assert not verified(arguments(8), attention="ring")
+    assert not certified(arguments(8), attention="ring")
 
 
 # What cannot be
