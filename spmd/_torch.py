@@ -342,16 +342,6 @@ def is_noop_mask(mask_mod: Any) -> bool:
     return mask_mod is _flex_attention.noop_mask
 
 
-def index_by_tensors() -> TorchFunctionMode:
-    """Let ``x[i]`` take rows by the value of a 0-dim tensor in functions that ``torch.vmap`` runs.
-
-    Its class is in Dynamo, which is 40 MB of modules. 2.11 to 2.15.
-    """
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    return TransformGetItemToIndex()
-
-
 def function_modes() -> tuple[Any, ...]:
     """The function modes around a call, but for the default device."""
     return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext))
@@ -743,7 +733,6 @@ __all__ = [
     "gradient_hooks",
     "has_meta_kernel",
     "has_registered_classes",
-    "index_by_tensors",
     "inductor_code",
     "inductor_graph",
     "is_noop_mask",

@@ -36,6 +36,8 @@ MESHES = (
     {"dp": 4},
     {"dp": 2, "tp": 2},
     {"tp": 2, "x": 2},  # with ``AXES``
+    *[{"cp": 2}] * 2,  # with ``SEQUENCES``
+    {"dp": 2, "cp": 2},
     {"replicate": 2, "shard": 2},
     {"dp": 1, "tp": 2},
     {"dp": 2, "tp": 1},
@@ -44,6 +46,9 @@ MESHES = (
 )
 
 AXES = '{"batch": "x", "tensor": "tp"}'  # roles of a mesh whose first axis does not split the batch
+
+# Roles of a mesh with an axis ``cp``, and how attention and causal rows are laid out.
+SEQUENCES = tuple(f'axes={{"sequence": "cp"{{batch}}}}{more}' for more in ("", ', attention="ring"', ", balance=False"))
 
 # Annotations of a layer ``{m}``, in the place of a style.
 ANNOTATIONS = (

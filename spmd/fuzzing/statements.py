@@ -127,7 +127,8 @@ h.unfold(1, 2, 1) | h.tril() | h.diagonal(0, -2, -1) | torch.where(h > 0, h, 0.1
 h.index_select(1, torch.tensor([1, 0])) | h.float() | h.double() | h.to(torch.bfloat16)
 torch.einsum('bi,bj->bij', h, h) | torch.bmm(h, h.transpose(1, 2)) | torch.baddbmm(h, h, h) | F.avg_pool1d(h, 2)
 F.max_pool1d(h, 2) | F.interpolate(h, scale_factor=2) | torch.fft.rfft(h).abs() | F.unfold(h.unsqueeze(1), 2)
-F.scaled_dot_product_attention(h, h, h) | F.adaptive_avg_pool1d(h, 2) | F.one_hot(h.argmax(1), h.shape[1]) * h
+F.scaled_dot_product_attention(h, h, h) | F.scaled_dot_product_attention(*[h[:, None]] * 3, is_causal=True)[:, 0]
+F.adaptive_avg_pool1d(h, 2) | F.one_hot(h.argmax(1), h.shape[1]) * h
 torch.addcmul(h, h, h, value=0.1) | torch.lerp(h, h.cos(), 0.25) | h.softmax(1) @ torch.ones({n}, {w})
 torch.outer(h[:, 0], torch.arange(3.0)) | torch.cdist(h, h) | torch.vmap(torch.tanh)(h)
 torch.searchsorted(torch.arange(3.0), h) * h | h.scatter(1, h.argsort(1), h.sin())

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ..call.rng import random_state_kept
 from .choices import Choices, Gene
 from .forward import Forward
-from .modes import ANNOTATIONS, AXES, MESHES, PLACED, ROUNDED, STYLES, pipelines
+from .modes import ANNOTATIONS, AXES, MESHES, PLACED, ROUNDED, SEQUENCES, STYLES, pipelines
 from .plain_run import can_be_verified
 from .script import Script
 from .training import CHANGES, LOSSES, OPTIMIZERS, PARAMETERS, RESULTS, TRAININGS
@@ -146,6 +146,9 @@ def _compile(gene: Gene, forward: Forward, script: Script) -> None:
     if len(script.mesh) == 2 and "tp" in script.mesh:
         axes = f", axes={AXES}" if "x" in script.mesh else ""
         script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}{axes}, params={placed})"
+    elif "cp" in script.mesh:
+        roles = gene.of(SEQUENCES).format(batch=', "batch": "dp"' if "dp" in script.mesh else "")
+        script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, {roles})"
     elif kind == "annotations":
         script.annotations = _annotations(gene, forward)
     elif kind == "placed":

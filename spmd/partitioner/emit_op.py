@@ -63,7 +63,7 @@ class OpEmitter(Emitter):
         if op.body is not None and local is not None:
             args, kwargs = self.laid_out(op.node, args, kwargs)
             new: fx.Node | tuple[fx.Node, ...] = local(
-                _Run(self, op, op.body[0]), op.call, args, op.operand_parts, parts
+                _Run(self, op, op.body[0], kwargs), op.call, args, op.operand_parts, parts
             )
             if isinstance(new, tuple):
                 for item, shape in zip(new, shapes, strict=True):
@@ -94,8 +94,8 @@ class OpEmitter(Emitter):
 class _Run:
     """Emits the ops that are computed instead of an op itself."""
 
-    def __init__(self, emitter: Emitter, op: LocalOp, axis: Axis) -> None:
-        self.emitter, self.op, self.axis = emitter, op, axis
+    def __init__(self, emitter: Emitter, op: LocalOp, axis: Axis, kwargs: dict[str, Any]) -> None:
+        self.emitter, self.op, self.axis, self.kwargs = emitter, op, axis, kwargs
         self.size, self.rank = axis.size, axis.coordinate
 
     def __call__(
@@ -128,6 +128,10 @@ class _Run:
         placement, shape = self.op.reads[position], self.op.call.operands[position].shape
         dims = [p.dim for p in placement if isinstance(p, OwnRows)]
         return self.emitter.own.only(placement, shape[dims[0]], tensor) if dims else tensor
+
+    def shape(self, tensor: fx.Node) -> Sequence[int]:
+        """The shape of a tensor on this rank."""
+        return tensor.meta["val"].shape  # type: ignore[no-any-return]
 
     def rows(self, tensor: fx.Node, dim: int, start: int, end: int, numbers: str) -> fx.Node:
         """Emit the cut of rows of which ranks may need unequal numbers, as the mark says."""

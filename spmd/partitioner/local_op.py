@@ -16,7 +16,7 @@ from passes import Axis, Mesh
 from passes.ir.program import Placements
 
 from ..placements import OwnRows
-from ..rules import Info, LocalPart, OpCall, Option, iota_dim_of, parts_of
+from ..rules import Info, LocalPart, OpCall, Option, iota_dim_of, parts_of, positions_of
 from ..rules.factories import makes_zeros
 from .assignment import Choice
 from .redistribution_steps import Traffic
@@ -71,6 +71,7 @@ class LocalOp:
         if isinstance(val, torch.Tensor):
             (placement,) = self.gives
             value = Value.of(self.node, val, placement, held[0], batch, iota_dim_of(self.call), is_weight)
+            value.positions = positions_of(self.call)
             if makes_zeros(self.call):
                 value.nodes |= dict.fromkeys(_as_sums(placement), held[0])
             return value

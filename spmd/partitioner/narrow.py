@@ -18,6 +18,7 @@ from passes.ir.program import Placements
 
 from ..placements import Interleaved, OwnRows, all_shapes, chunk, first_of_each_length, local_shape, splits
 from ..rules import Info, OpCall, Option, localize_of
+from ..rules.sequences.bands import Band
 from .values import Value
 
 
@@ -115,7 +116,10 @@ def _on_rank(call: OpCall, chosen: Sequence[Option], axes: Mesh) -> OpCall:
         return Info(local_shape(info.shape, placement, axes), info.dtype, iota_dim, info.group)
 
     operands = [
-        narrow(info, tuple(o.operands[k] for o in chosen), _iota_dim_left(info, k, chosen))
+        replace(
+            narrow(info, tuple(o.operands[k] for o in chosen), _iota_dim_left(info, k, chosen)),
+            positions=_band_left(info, k, chosen),
+        )
         for k, info in enumerate(call.operands)
     ]
     results = tuple(
@@ -134,6 +138,12 @@ def _iota_dim_left(info: Info, position: int, chosen: Sequence[Option]) -> int |
     """The iota dim of an operand, if the axes before leave it counting from 0."""
     cut = (o for o in chosen if splits(o.operands[position], info.iota_dim or 0) and position not in o.from_zero)
     return info.iota_dim if next(cut, None) is None else None
+
+
+def _band_left(info: Info, position: int, chosen: Sequence[Option]) -> Band | None:
+    """The band of a mask, if the axes before leave its last two dims whole."""
+    cut = any(splits(o.operands[position], info.ndim - d) for o in chosen for d in (1, 2))
+    return info.positions if isinstance(info.positions, Band) and not cut else None
 
 
 def _map_infos(tree: Any, function: Any) -> Any:

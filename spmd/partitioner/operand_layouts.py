@@ -41,6 +41,14 @@ _TABLE: dict[str, dict[str, Layout]] = {
         **_all("grad_out query key value out attn_mask", Layout.ROWS),
         **_all("logsumexp"),
     },
+    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention": (
+        _all("query key value", Layout.ROWS)
+    ),
+    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention_backward "
+    "_scaled_dot_product_cudnn_attention_backward": {
+        **_all("grad_out grad_out_ query key value out", Layout.ROWS),
+        **_all("logsumexp"),
+    },
     "fractional_max_pool2d_backward fractional_max_pool3d_backward": _all("grad_output indices"),
     "adaptive_max_pool3d_backward": _all("grad_output indices"),
     "median.dim nanmedian.dim": _all("self"),

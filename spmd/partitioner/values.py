@@ -25,7 +25,7 @@ class Value:
     ``source`` is its node in the global graph; ``primary`` the placement it was computed in; ``batch`` the mesh axes
     over which ``primary`` splits it because some argument of the step is split there: its rows are those of the batch.
     ``iota_dim`` is the dim along which it is known to hold 0, 1, 2, ...; ``is_weight`` whether it is computed from
-    parameters alone. ``group``: the rows of which it says whose they are.
+    parameters alone. ``group``: the rows of which it says whose they are. ``positions``: see ``Info``.
     """
 
     source: fx.Node
@@ -37,6 +37,7 @@ class Value:
     iota_dim: int | None = None
     is_weight: bool = False
     group: ByGroup | None = None
+    positions: Any = None
 
     @classmethod
     def of(
@@ -61,8 +62,8 @@ class Value:
 
     @property
     def info(self) -> Info:
-        """Global shape and dtype, and iota dim."""
-        return Info(self.shape, self.dtype, self.iota_dim, self.group)
+        """Global shape and dtype, and what is known of the elements."""
+        return Info(self.shape, self.dtype, self.iota_dim, self.group, self.positions)
 
     @property
     def nbytes(self) -> int:

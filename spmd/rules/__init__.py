@@ -31,6 +31,7 @@ from .base import Info, Local, Localize, LocalPart, OpCall, Option, P, R, Rule, 
 from .decomposed import decomposition_of
 from .iota import iota_dim_of
 from .registry import LOCALIZE, RULES, localize_of, rule_of
+from .sequences.bands import positions_of
 from .user_rules import register_rule
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "iota_dim_of",
     "localize_of",
     "parts_of",
+    "positions_of",
     "register_rule",
     "rule_of",
 ]

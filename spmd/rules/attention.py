@@ -3,7 +3,7 @@
 All kernels take (batch, head, time, width). They differ in the dims of the log-sum-exp that they save for backward, and
 in their other results. Each rank saves the random state of its own draws, which only its own backward reads, so the
 state counts as equal on all ranks. Queries may have more heads than keys: after an even split each rank has the keys of
-its queries. Where queries are split along the sequence, keys are whole, or pass around (``sequence_attention.py``).
+its queries. Where queries are split along the sequence, keys are whole, or pass around (``sequences/``).
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from ..placements import Mirrored
-from . import sequence_attention
-from .base import Info, Local, OpCall, Option, S, Sends, parameters
-from .einsum_labels import EQUAL, WHOLE, Dims, aligned, option, options
+from .base import Info, Local, OpCall, Option, R, S, Sends, parameters
+from .einsum_labels import EQUAL, WHOLE, Dims, aligned, arguments, option, options
 from .optional_ops import aten
 from .registry import rule
+from .sequences import gathered_keys, ring
+from .sequences.kernels import ON_CPU
 
 HEADS, QUERIES = "bh..", "bht."
 Form = Literal["gather", "ring", "heads"]
@@ -30,9 +32,9 @@ GATHER, RING = "gather", "ring"
 # The labels of each kernel's log-sum-exp; some kernels pad it, or add a dim of size 1.
 LAYOUTS = {
     "_scaled_dot_product_flash_attention_for_cpu": "bht",
-    "_scaled_dot_product_flash_attention": "bh.",
-    "_scaled_dot_product_efficient_attention": "bh.",
-    "_scaled_dot_product_cudnn_attention": "bh..",
+    "_scaled_dot_product_flash_attention": "bht",
+    "_scaled_dot_product_efficient_attention": "bht",
+    "_scaled_dot_product_cudnn_attention": "bht.",
     "_scaled_dot_product_fused_attention_overrideable": "bh.",
 }
 FORWARD = {op: layout for name, layout in LAYOUTS.items() for op in aten(name)}
@@ -44,13 +46,12 @@ def attention(call: OpCall) -> list[Option]:
     """Batch and heads, and rows of queries; no splits with a debug mask."""
     if call.arg("return_debug_mask") or call.arg("query").ndim != 4:
         return []
-    layout = FORWARD[call.target]
-    queries = _of_queries(layout)
+    queries, sums = _labels(call, FORWARD[call.target], call.results[1])
     operands = {"query": queries, "key": HEADS, "value": HEADS} | _mask(call, queries)
-    results = (queries, _fit(layout, call.results[1]), *[EQUAL] * (len(call.results) - 2))
-    found = options(call, Dims(operands, results, even="h", filled="bt", grouped="h", broadcast=True))
-    by_rows = _by_rows(call, found, sequence_attention.gathered)
-    return by_rows + _in_a_ring(call, by_rows, sequence_attention.ring, sequence_attention.ring_sends)
+    results = (queries, sums, *[EQUAL] * (len(call.results) - 2))
+    found = options(call, Dims(operands, results, same="t", even="h", filled="bt", grouped="h", broadcast=True))
+    by_rows = _by_rows(call, found, gathered_keys.gathered, gathered_keys.to_all_keys)
+    return by_rows + _in_a_ring(call, by_rows, ring.ring, ring.ring_sends)
 
 
 @rule(*BACKWARD)
@@ -58,17 +59,15 @@ def attention_backward(call: OpCall) -> list[Option]:
     """As in forward; the gradient of a mask only along dims that the mask has."""
     if call.arg("query").ndim != 4:
         return []
-    layout = BACKWARD[call.target]
-    queries = _of_queries(layout)
+    queries, sums = _labels(call, BACKWARD[call.target], call.arg("logsumexp"))
     of_queries = (name for name in ("grad_out", "grad_out_", "query", "out") if call.arg(name) is not None)
     operands = {**dict.fromkeys(of_queries, queries), "key": HEADS, "value": HEADS} | _mask(call, queries)
-    operands["logsumexp"] = _fit(layout, call.arg("logsumexp"))
-    labels = (queries, HEADS, HEADS, *[HEADS] * (len(call.results) - 3))
+    operands["logsumexp"] = sums
+    labels = (queries, HEADS, HEADS, *[queries] * (len(call.results) - 3))
     results = tuple(x if info is None else aligned(info, x) for x, info in zip(labels, call.results, strict=True))
     dims = Dims(operands, results, reduced="t", even="h", filled="bt", grouped="h", broadcast=True)
-    by_rows = _by_rows(call, options(call, dims), sequence_attention.gathered_backward)
-    ring, sends = sequence_attention.ring_backward, sequence_attention.ring_backward_sends
-    return by_rows + _in_a_ring(call, by_rows, ring, sends)
+    by_rows = _by_rows(call, options(call, dims), gathered_keys.gathered_backward, gathered_keys.to_all_keys_backward)
+    return by_rows + _in_a_ring(call, by_rows, ring.ring_backward, ring.ring_backward_sends)
 
 
 def is_attention(call: OpCall) -> bool:
@@ -78,11 +77,10 @@ def is_attention(call: OpCall) -> bool:
 
 def splits_causal_rows(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is causal attention, of which ranks may have rows of queries."""
-    if target not in FORWARD or _of_queries(FORWARD[target]) == HEADS:
+    if "t" not in FORWARD.get(target, ""):
         return False
-    position, default = parameters(target)["is_causal"]
-    given = args[position] if position is not None and position < len(args) else kwargs.get("is_causal", default)
-    return bool(given)
+    given = {**dict(zip(parameters(target), args, strict=False)), **kwargs}
+    return bool(given.get("is_causal")) and not given.get("dropout_p")
 
 
 def has_form(option: Option, form: str) -> bool:
@@ -90,31 +88,50 @@ def has_form(option: Option, form: str) -> bool:
     return option.name == form or (form == "heads" and option.results[0] == S(1))
 
 
-def _by_rows(call: OpCall, found: list[Option], causal: Local) -> list[Option]:
-    """The options, where those that split the rows of queries have names, and programs of their own if necessary."""
+def _by_rows(call: OpCall, found: list[Option], by_position: Local, to_all: Local) -> list[Option]:
+    """The options, where those that split the rows of queries have names, and programs of their own if necessary.
+
+    ``by_position``: of rows whose places in the whole are known; ``to_all``: of any rows, to all keys.
+    """
     kept = [option for option in found if not _splits_queries(option)]
     if call.arg("dropout_p"):
         return kept  # the parts would draw the same numbers
     by_rows = [replace(option, name=GATHER) for option in found if _splits_queries(option)]
     if call.arg("is_causal"):
         own_keys = call.arg("query").shape[2] == call.arg("key").shape[2]
-        by_rows = [replace(option, local=causal) for option in by_rows if own_keys and option.results[0] in _PARTS]
-    return kept + by_rows
+        by_rows = [option for option in by_rows if own_keys and option.results[0] in _PARTS]
+        return kept + [replace(option, local=by_position) for option in by_rows]
+    in_window = gathered_keys.hides_by_position(call)
+    plain = None if call.target in ON_CPU else to_all  # others have numbers of rows as arguments
+    return kept + [
+        replace(option, local=by_position if in_window and option.results[0] == S(2) else plain) for option in by_rows
+    ]
 
 
 _PARTS = (S(2), Mirrored(2, 1))  # of queries, whose places in the whole the programs know
 
 
-def _in_a_ring(call: OpCall, found: list[Option], ring: Local, sends: Sends) -> list[Option]:
+def _in_a_ring(call: OpCall, found: list[Option], local: Local, sends: Sends) -> list[Option]:
     """For options that gather keys, those that pass them around; none with a mask, which has columns for all keys."""
     rows = call.arg("key").shape[2]
     if _mask(call, HEADS) or not call.fills(rows):
         return []
     parts = _PARTS if rows == call.arg("query").shape[2] else _PARTS[:1]
     split = [o.results[0] for o in found if o.name == GATHER and o.results[0] in parts]
-    tensors = [name for name in parameters(call.target) if isinstance(call.arg(name), Info)]
-    made = [option(call, dict.fromkeys(tensors, placed), placed) for placed in split if placed is not None]
-    return [replace(each, local=ring, sends=sends, name=RING) for each in made]
+    given = {name: value for name, value in arguments(call) if isinstance(value, Info)}
+    made = [
+        option(
+            call, {k: _with_rows(x, placed) for k, x in given.items()}, [_with_rows(x, placed) for x in call.results]
+        )
+        for placed in split
+        if placed is not None
+    ]
+    return [replace(each, local=local, sends=sends, name=RING) for each in made]
+
+
+def _with_rows(info: Info | None, placed: Placement) -> Placement:
+    """The placement of a tensor where rows are ``placed``: the state of random draws has none."""
+    return placed if info is not None and info.ndim > 2 and info.shape[2] else R
 
 
 def _splits_queries(option: Option) -> bool:
@@ -122,9 +139,11 @@ def _splits_queries(option: Option) -> bool:
     return isinstance(first, Shard) and first.dim == 2
 
 
-def _of_queries(layout: str) -> str:
-    """The labels of queries: their rows may be split where those of the log-sum-exp may."""
-    return QUERIES if "t" in layout else HEADS
+def _labels(call: OpCall, layout: str, sums: Info | None) -> tuple[str, str]:
+    """The labels of queries, and of their log-sum-exp: rows may be split if it has as many, or none, not asked for."""
+    rows = call.arg("query").shape[2] if sums is None else sums.shape[2]
+    by_rows = "t" in layout and rows in (0, call.arg("query").shape[2])
+    return QUERIES if by_rows else HEADS, _fit(layout if rows and by_rows else layout.replace("t", WHOLE), sums)
 
 
 def _mask(call: OpCall, queries: str) -> dict[str, str]:

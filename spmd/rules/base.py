@@ -39,13 +39,15 @@ def S(dim: int) -> Shard:
 class Info:
     """Shape and dtype of a tensor in a call; along ``iota_dim``, if known, it holds 0, 1, 2, ... (``iota.py``).
 
-    ``group``: the rows that go to the ranks of their experts, where the tensor says whose they are.
+    ``group``: the rows that go to the ranks of their experts, where the tensor says whose they are. ``positions``: what
+    is known of its elements by their positions (``sequences/bands.py``).
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     iota_dim: int | None = None
     group: ByGroup | None = None
+    positions: Any = None
 
     @property
     def ndim(self) -> int:
@@ -133,10 +135,14 @@ def parts_of(infos: Sequence[Info | None], placements: Sequence[Any], mesh: Mesh
 
 
 class Run(Protocol):
-    """Runs ops on this rank's tensors, or writes them into its graph. ``size``, ``rank``: along the option's axis."""
+    """Runs ops on this rank's tensors, or writes them into its graph. ``size``, ``rank``: along the option's axis.
+
+    ``kwargs``: the keyword arguments of the call, on this rank.
+    """
 
     size: int
     rank: int
+    kwargs: dict[str, Any]
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, numbers: str = "") -> Any:
         """The result of an op; of an op with several, an access by index is an op, too (``operator.getitem``).
@@ -156,6 +162,9 @@ class Run(Protocol):
 
     def only_own(self, tensor: Any, position: int) -> Any:
         """An operand with zeros behind this rank's own rows."""
+
+    def shape(self, tensor: Any) -> Sequence[int]:
+        """The shape of a tensor on this rank."""
 
     def rows(self, tensor: Any, dim: int, start: int, end: int, numbers: str) -> Any:
         """The rows of a tensor that this rank needs, of which each rank may need another number."""

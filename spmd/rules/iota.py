@@ -35,7 +35,7 @@ def iota_dim_of(call: OpCall) -> int | None:
     source = call.operands[0] if len(call.operands) == 1 else None
     if source is None or source.iota_dim is None or not _counts(source, source.iota_dim):
         return None
-    dim = _proposed(call, source, source.iota_dim, result)
+    dim = moved_dim(call, source, source.iota_dim, result)
     if dim is None or not _counts(result, dim) or result.shape[dim] != source.shape[source.iota_dim]:
         return None
     return dim
@@ -48,7 +48,8 @@ def _counts(info: Info, dim: int) -> bool:
     return 1 < info.shape[dim] <= torch.iinfo(info.dtype).max
 
 
-def _proposed(call: OpCall, source: Info, dim: int, result: Info) -> int | None:
+def moved_dim(call: OpCall, source: Info, dim: int, result: Info) -> int | None:
+    """The dim of the result that has the same rows as ``dim`` of ``source``, if a view or copy is known to have one."""
     if is_cut(call):
         return dim if takes_all(call) else None
     proposal = _PROPOSALS.get(call.target)

@@ -170,7 +170,7 @@ class Machine:
             _, args, kwargs = call_of(node)
             args, kwargs = self.read_all((args, kwargs))
             results = computed(self._sizes, op, *args, **kwargs)
-            self._doubt(symbolic_ops.hashed(op, results))
+            self._doubt(symbolic_ops.hashed(op, results, args, kwargs))
             return self.give(node, results)
         self._by_operands(node, op)
 
@@ -281,7 +281,8 @@ class Machine:
             return x
         dtype = self._lies_in[node]
         found, marks = (each.clone() for each in symbols.pieces(x))
-        lost = (marks & ~symbols.UNKNOWN & ~symbols.PENDING) != symbols.mark_of(dtype)
+        flags = symbols.UNKNOWN | symbols.PENDING | symbols.LOGARITHM
+        lost = (marks & ~flags) != symbols.mark_of(dtype)
         for k in range(1, dtype.itemsize):
             tail = symbols.pieces(_byte(x, k))
             lost |= (tail[0] != found) | (tail[1] != (marks | symbols.byte(k)))

@@ -21,7 +21,7 @@ from passes.update.optimizer_kernels import Kernel
 
 from .._torch import OpOverload, tree_flatten, tree_map
 from ..rules.pointwise import LINEAR
-from . import symbols
+from . import symbolic_attention, symbols
 from .symbolic_updates import UPDATES, WITH_ROOTS, described, new_values
 
 aten = torch.ops.aten
@@ -88,6 +88,8 @@ def computed(op: OpOverload) -> Computed | None:
     name, space = schema(op).name, op.namespace
     if is_view(op) or (name in _MOVES and space in _SPACES):
         return moved
+    if space == "aten" and name in symbolic_attention.COMPUTED:
+        return symbolic_attention.COMPUTED[name]
     if space != "aten" or has(op, Trait.RANDOM):
         return None
     if op in _LISTED:
@@ -101,9 +103,11 @@ def computed(op: OpOverload) -> Computed | None:
     return _pointwise if has(op, Trait.POINTWISE) and schema(op).results == ("Tensor",) else None
 
 
-def hashed(op: OpOverload, results: Results) -> list[Tensor]:
+def hashed(op: OpOverload, results: Results, args: Any, kwargs: Any) -> list[Tensor]:
     """Those of the results that are hashes, and not computed in the field."""
     name = schema(_LISTED.get(op, op)).name
+    if symbolic_attention.merges(name, _present(op, _named(op, args, kwargs))):
+        return []
     if name in UPDATES:
         return symbols.tensors_of(results[0]) if name in WITH_ROOTS else []
     if name in _EXACT or computed(op) not in (_pointwise, _over_lists):
@@ -135,10 +139,12 @@ def _constant(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Result
 def _padded(sizes: Sizes, op: OpOverload, x: Tensor, pads: Sequence[int], value: Any = 0) -> Results:
     found, marks = symbols.pieces(x)
     inside = op(torch.ones(x.shape, dtype=torch.int64), pads, 0).bool()
-    padded = torch.where(inside, op(found.contiguous(), pads, 0), symbols.symbol(value))
     dtype = symbols.dtype_of(x)
-    outside = 0 if dtype is None else symbols.mark_of(dtype)
-    return [symbols.elements(padded, op(marks.contiguous(), pads, outside))]
+    outside, mark = symbols.symbol(value), 0 if dtype is None else symbols.mark_of(dtype)
+    if symbolic_attention.merges("add", {"self": x}) and value <= -symbolic_attention.NEVER:
+        outside, mark = torch.tensor(0), mark | symbols.LOGARITHM
+    padded = torch.where(inside, op(found.contiguous(), pads, 0), outside)
+    return [symbols.elements(padded, op(marks.contiguous(), pads, mark))]
 
 
 def _filled(sizes: Sizes, op: OpOverload, x: Tensor, value: Any) -> Results:
@@ -164,10 +170,21 @@ _OTHERS: dict[str, Computed] = {
 
 
 def _pointwise(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
+    return [_elementwise(sizes, op, _named(op, args, kwargs), _result_dtype(op, args, kwargs))]
+
+
+def _named(op: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments that are given, by name."""
     named = {
         each.name: args[k] if k < len(args) else kwargs.get(each.name) for k, each in enumerate(schema(op).arguments)
     }
-    return [_elementwise(sizes, op, named, _result_dtype(op, args, kwargs))]
+    return named
+
+
+def _present(op: OpOverload, named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that are not as they are by default."""
+    defaults = {each.name: each.default for each in schema(op).arguments}
+    return {k: v for k, v in named.items() if v is not None and (isinstance(v, Tensor) or v != defaults.get(k))}
 
 
 def _result_dtype(op: OpOverload, args: Any, kwargs: Any) -> torch.dtype:
@@ -196,9 +213,12 @@ def _stand_in(x: Tensor, device: str, shape: Sequence[int] | None = None) -> Any
 
 def _elementwise(sizes: Sizes, op: OpOverload, named: dict[str, Any], dtype: torch.dtype) -> Tensor:
     """An op on tensors that broadcast, and on numbers."""
-    name = schema(op).name
-    defaults = {each.name: each.default for each in schema(op).arguments}
-    given = {k: v for k, v in named.items() if v is not None and (isinstance(v, Tensor) or v != defaults.get(k))}
+    name, given = schema(op).name, _present(op, named)
+    if symbolic_attention.merges(name, given):
+        found, mark = symbolic_attention.merged(name, given)
+        return symbols.elements(found, symbols.mark_of(dtype) | mark)
+    if name not in ("copy", "_to_copy"):
+        given = {k: symbols.without_logarithms(v) if symbols.tensors_of(v) else v for k, v in given.items()}
     if name == "copy":
         shape, given = given["self"].shape, {"src": given["src"]}
     tensors = {k: x for k, x in given.items() if isinstance(x, Tensor) and x.dtype == torch.complex128}
@@ -208,8 +228,8 @@ def _elementwise(sizes: Sizes, op: OpOverload, named: dict[str, Any], dtype: tor
     dtypes = [each for each in map(symbols.dtype_of, tensors.values()) if each is not None]
     if name in ("copy", "_to_copy"):
         (x,) = tensors.values()
-        found = symbols.pieces(symbols.with_dtype(x, dtype))[0]
-        return symbols.elements(found.expand(shape if name == "copy" else x.shape), marks)
+        found, kept = symbols.pieces(symbols.with_dtype(x, dtype).expand(shape if name == "copy" else x.shape))
+        return symbols.elements(found, marks | (kept & symbols.LOGARITHM))
     values = {k: symbols.symbol(v) for k, v in given.items()}
     if name in _EQUIVALENT:
         name, more = _EQUIVALENT[name]

@@ -32,6 +32,8 @@ PENDING = (1 << AXES * len(REDUCTIONS)) - 1
 """The marks of what is still to be reduced."""
 UNKNOWN = 1 << 31
 """The mark of what was computed from values that are not shown."""
+LOGARITHM = 1 << 30
+"""The mark of a logarithm: its symbol is that of the number it is the logarithm of."""
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
 
@@ -104,11 +106,19 @@ def as_pending(x: Tensor, pending: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def with_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Elements as a value of another dtype: rounding is a function of an element."""
-    found, marks = pieces(x)
     before = dtype_of(x)
-    if before != dtype and before is not None:
-        found = cast(found, dtype)
-    return elements(found, (marks & (PENDING | UNKNOWN)) | mark_of(dtype))
+    casts = before != dtype and before is not None
+    found, marks = pieces(without_logarithms(x) if casts else x)
+    found = cast(found, dtype) if casts else found
+    return elements(found, (marks & (PENDING | UNKNOWN | LOGARITHM)) | mark_of(dtype))
+
+
+def without_logarithms(x: Tensor) -> Tensor:
+    """Elements of which each has a symbol of its own: a logarithm is a function as any other."""
+    found, marks = pieces(x)
+    if not bool((marks & LOGARITHM).any()):
+        return x
+    return elements(torch.where(marks & LOGARITHM > 0, hashed(key("log"), found), found), marks & ~LOGARITHM)
 
 
 def cast(found: Tensor, dtype: torch.dtype) -> Tensor:
@@ -193,9 +203,23 @@ def _lanewise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor,
     return both
 
 
+def _products(x: Tensor, y: Tensor) -> Tensor:
+    """The sums of products of one lane, by matrix products of halves in floats, which hold each sum of them exactly."""
+    (x0, x1), (y0, y1) = (((each & 0xFFFF).double(), (each >> 16).double()) for each in (x, y))
+    low, middle, high = (torch.remainder(p.long(), _PRIME) for p in (x0 @ y0, x0 @ y1 + x1 @ y0, x1 @ y1))
+    return low + torch.remainder(middle << 16, _PRIME) + (high << 1)  # 2**32 is 2
+
+
 plus = _lanewise(torch.add)
 minus = _lanewise(torch.sub)
 times = _lanewise(torch.mul)
+matmul = _lanewise(_products)  # of up to 2**19 summands
+
+
+def total(x: Tensor, dim: int) -> Tensor:
+    """The sums along a dim."""
+    first, second = (lane.sum(dim) for lane in _lanes(x))
+    return _packed(first, second)
 
 
 def inverse(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._torch import NO_BLOCKS, index_by_tensors, is_noop_mask, patched_flex_attention, version_of
+from ..._torch import NO_BLOCKS, TorchFunctionMode, is_noop_mask, patched_flex_attention, version_of
 from ..unsupported import Refused
 
 Function = Callable[..., Tensor]
@@ -35,7 +35,7 @@ def _attention(
     key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     keys, values = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     scores = query.to(dtype) @ keys.to(dtype).mT * scale
-    with index_by_tensors():
+    with _IndexByTensors():
         mask = _mask(block_mask, scores)
         is_plain = _is_identity(score_mod, scores)
         scores = scores if is_plain else _over_positions(score_mod, scores, scores)
@@ -70,6 +70,21 @@ def _over_positions(function: Function, like: Tensor, *scores: Tensor) -> Tensor
     for of in reversed(range(4)):
         function = torch.vmap(function, (*[0] * len(scores), *(0 if dim == of else None for dim in range(4))))
     return function(*scores, *positions)
+
+
+class _IndexByTensors(TorchFunctionMode):
+    """Lets ``x[i, 0]`` take elements by the value of a 0-dim tensor in functions that ``torch.vmap`` runs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            x, index = args
+            each = index if isinstance(index, tuple) else (index,)
+            by_value = [i for i in each if isinstance(i, Tensor) and not i.ndim and i.dtype is not torch.bool]
+            if by_value and all(type(i) is int or isinstance(i, Tensor) for i in each):
+                for dim in reversed(range(len(each))):
+                    x = x if isinstance(each[dim], Tensor) else x.select(dim, each[dim])
+                return torch.ops.aten.index.Tensor(x, [i for i in each if isinstance(i, Tensor)])
+        return func(*args, **(kwargs or {}))
 
 
 def _is_identity(score_mod: Function, scores: Tensor) -> bool:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 import spmd
 from passes import Kind, PartitionError, Role
 from spmd.partitioner.redistribute import Redistribution
-from spmd.rules.sequence_attention import Blocks
+from spmd.rules.sequences.ring import Blocks
 from tests.harness.fake import fake_world
 from tests.harness.oracle import all_unequal, snapshot
 from tests.harness.pool import Ranks
@@ -105,6 +105,11 @@ def verified(given: tuple[Any, ...], mesh: dict[str, int] | None = None, step: A
     return spmd.verify(step, *given, mesh=mesh, world=torch.Size(mesh.values()).numel(), steps=2)
 
 
+def certified(given: tuple[Any, ...], world: int = 2, **mode: Any) -> Any:
+    step = spmd.compile(train, parallel_mode=spmd.DataParallel(**CONTEXT, **mode))
+    return spmd.certify(step, *given, mesh={"cp": world}, world=world)
+
+
 # Numbers
 
 
@@ -126,13 +131,32 @@ def test_the_numbers_are_those_of_the_plain_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", ["documents", "bias"])
-def test_masks_given_as_tensors(mask: str) -> None:
-    """Packed documents, whose rows see their own document alone, and an additive bias."""
-    seen = torch.block_diag(torch.ones(3, 3), torch.ones(5, 5)).bool().tril()
-    given = seen if mask == "documents" else torch.randn(8, 8, dtype=torch.float64)
+def test_a_bias_given_as_a_tensor() -> None:
+    bias = torch.randn(8, 8, dtype=torch.float64)
     named = {"inputs": {"mask": Replicate()}}
-    assert verified((*arguments(8, 2, rows=2, is_causal=False), given), attention="gather", **named)
+    assert verified((*arguments(8, 2, rows=2, is_causal=False), bias), attention="gather", **named)
+
+
+def train_packed_in_a_window(model: nn.Module, optimizer: Any, x: Tensor, ends: Tensor) -> Tensor:
+    """Documents that end at ``ends``, as kernels for packed rows take them, and a window of three tokens."""
+    rows = torch.arange(x.shape[1])
+    document, keys = torch.bucketize(rows, ends, right=True), rows[None]
+    seen = (document[:, None] == document) & (keys <= rows[:, None]) & (keys > rows[:, None] - 3)
+    return updated(optimizer, F.cross_entropy(model(x, seen).flatten(0, 1), x.roll(-1, 1).flatten()))
+
+
+@pytest.mark.slow
+def test_a_window_of_packed_documents_skips_what_no_row_sees() -> None:
+    given = *arguments(16, 2, rows=2, is_causal=False), torch.tensor([5, 7, 16])
+    whole = {"inputs": {"ends": Replicate()}, "attention": "gather"}
+    assert verified(given, {"cp": 4}, train_packed_in_a_window, **whole)
+    with fake_world(4, 2):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+        step = spmd.compile(train_packed_in_a_window, parallel_mode=spmd.DataParallel(mesh=mesh, **CONTEXT, **whole))
+        step(*given)
+    nodes = [n for n in step.program.graph.nodes if "attention_for_cpu" in str(n.target)]
+    keys = [n.args[1].meta["val"] if len(n.args) == 3 else n.args[2].meta["val"] for n in nodes]
+    assert [key.shape[2] for key in keys] == [6, 6], "of 16: four of its own, and two before"
 
 
 @pytest.mark.slow
@@ -153,25 +177,55 @@ def test_half_precision_merges_in_float32(attention: Any) -> None:
 
 
 @pytest.mark.slow
-def test_dropout_of_attention_draws_as_on_whole_sequences() -> None:
-    """Torch computes it from the scores: rows stay split, and keys are gathered."""
-    assert verified(arguments(8, 2, dropout_p=0.5))
+def test_parameters_and_sums_in_half_precision() -> None:
+    model, _, x = arguments(8, 2)
+    given = model.float(), torch.optim.SGD(model.parameters(), lr=0.1), x
+    policy = spmd.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    assert verified(given, attention="ring", parallel_style="fully_shard", mp_policy=policy)
+
+
+@pytest.mark.slow
+def test_sequence_beside_tensor_parallel() -> None:
+    axes = {"tensor": "tp", "sequence": "cp"}
+    params = {f"*.{name}.{of}": {"tp": Shard(0)} for name in ("query", "key", "value") for of in ("weight", "bias")}
+    params["*.out.weight"] = {"tp": Shard(1)}
+    assert verified(arguments(8, 2), {"tp": 2, "cp": 2}, axes=axes, params=params, attention="ring")
+
+
+def train_with_dropout(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+    h = F.dropout(model.layer(F.dropout(model.embed(x), 0.25)), 0.25)
+    return updated(optimizer, (h.sin() * torch.arange(1, 9, dtype=h.dtype)[:, None]).mean())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout, mode", [
+    (0.5, {}),  # torch computes it from the scores: rows stay split, and keys are gathered
+    (0.0, {"attention": "ring"}),
+    pytest.param(0.0, {"attention": "gather", "balance": False}, marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_dropout_draws_as_on_whole_sequences(dropout: float, mode: Any) -> None:
+    assert verified(arguments(8, 2, dropout_p=dropout), step=train_with_dropout, **mode)
+
+
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, attention, given", [
     ("Mistral", "sdpa", {"sliding_window": 3}),
     ("Gemma2", "eager", {"sliding_window": 3, "attn_logit_softcapping": 2.0}),  # has layers with and without a window
+    pytest.param("Qwen3", "sdpa", {}, marks=pytest.mark.exhaustive),
+    ("Llama", "sdpa", None),
 ])  # fmt: skip
-def test_unmodified_models_of_transformers_on_packed_documents(name: str, attention: str, given: Any) -> None:
-    """Positions that start again say where a document ends."""
+def test_unmodified_models_of_transformers(name: str, attention: str, given: Any) -> None:
+    """Positions that start again say where a document ends; rows of one document see by ``is_causal``."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
-    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **given, attn_implementation=attention)
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **(given or {}), attn_implementation=attention)
     model = getattr(transformers, f"{name}ForCausalLM")(config).double()
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2]])
+    positions = PACKED if given is not None else torch.arange(8).expand(2, 8)
     arguments = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randint(16, (2, 8)), positions
     assert verified(arguments, step=train_packed)
 
@@ -197,6 +251,16 @@ def run_forms(rank: int, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_five_steps_on_gloo_ranks(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, run_forms) == [[]] * world
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention, length, world, mode", [
+    ("gather", 8, 2, {}),
+    ("ring", 12, 3, {"parallel_style": "fully_shard"}),
+])  # fmt: skip
+def test_the_certificate_shows_what_is_merged(attention: Any, length: int, world: int, mode: Any) -> None:
+    found = certified(arguments(length, 2), world, attention=attention, **mode)
+    assert found, found
 
 
 # What is communicated and computed
@@ -258,6 +322,7 @@ def test_a_stale_block_in_a_ring_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     passed = Blocks.passed
     monkeypatch.setattr(Blocks, "passed", lambda self, pair, step: [passed(self, pair, step), list(pair)][1])
     assert not verified(arguments(8), attention="ring")
+    assert not certified(arguments(8), attention="ring")
 
 
 @pytest.mark.slow
@@ -273,6 +338,7 @@ def test_labels_that_are_not_mirrored_with_their_rows_are_found(monkeypatch: pyt
 
     monkeypatch.setattr(Redistribution, "_in_order_of_ranks", but_labels)
     assert not verified(arguments(8), attention="ring")
+    assert not certified(arguments(8), attention="ring")
 
 
 # What cannot be

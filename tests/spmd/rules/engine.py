@@ -177,11 +177,14 @@ class Exchange:
 class RunOnRank:
     """Runs the ops of an option on one rank."""
 
-    def __init__(self, rank: int, size: int, exchange: Exchange | None) -> None:
-        self.rank, self.size, self.exchange = rank, size, exchange
+    def __init__(self, rank: int, size: int, exchange: Exchange | None, kwargs: dict[str, Any]) -> None:
+        self.rank, self.size, self.exchange, self.kwargs = rank, size, exchange, kwargs
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: Any = None, numbers: str = "") -> Any:
         return op(*args, **(kwargs or {}))
+
+    def shape(self, tensor: torch.Tensor) -> torch.Size:
+        return tensor.shape
 
     def rows(self, tensor: torch.Tensor, dim: int, start: int, end: int, numbers: str) -> torch.Tensor:
         return tensor.narrow(dim, start, end - start)
@@ -265,7 +268,7 @@ def _run_on(
     mesh = Mesh((Axis("ranks", call.size, "ranks", rank),))
     operands = parts_of(call.operands, [(placement,) for placement in option.operands], mesh)
     results = parts_of(call.results, [(placement,) for placement in option.results], mesh)
-    result = option.local(RunOnRank(rank, call.size, exchange), call, args, operands, results)
+    result = option.local(RunOnRank(rank, call.size, exchange, kwargs), call, args, operands, results)
     if exchange is not None and option.sends is not None:
         assert exchange.nbytes[rank] == [sent.nbytes for sent in option.sends(call, operands, results)], "bytes sent"
     return result

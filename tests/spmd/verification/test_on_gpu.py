@@ -88,24 +88,18 @@ def test_a_gpt_agrees(mesh: dict[str, int], options: dict[str, Any], dtype: torc
     verified(step, gpt(dtype), mesh, options)
 
 
-BACKENDS = pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=str)
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+FORMS: list[dict[str, Any]] = [
+    *({"attention": form, "balance": balance} for form in ("gather", "ring") for balance in (True, False)),
+    {"attention": "heads"},
+]
 
 
-@BACKENDS
-@pytest.mark.parametrize("options", [{"attention": "heads"}, {"balance": False}], ids=str)
+@pytest.mark.parametrize("backend", KERNELS, ids=str)
+@pytest.mark.parametrize("options", FORMS, ids=str)
 def test_attention_over_a_split_sequence_agrees(options: dict[str, Any], backend: SDPBackend) -> None:
     with sdpa_kernel(backend):
         verified(step, gpt(torch.bfloat16), {"dp": 1, "cp": 2}, {**SEQUENCE, **options})
-
-
-@BACKENDS
-@pytest.mark.parametrize("form", ["gather", "ring"])
-def test_forms_for_the_cpu_alone_are_refused(form: str, backend: SDPBackend) -> None:
-    with (
-        sdpa_kernel(backend),
-        pytest.raises(spmd.PartitionError, match=f'expected attention="{form}" to fit each call'),
-    ):
-        verified(step, gpt(torch.bfloat16), {"dp": 1, "cp": 2}, {**SEQUENCE, "attention": form})
 
 
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
