@@ -76,7 +76,7 @@ class Compiled:
     guards: Guards
     whole: set[str]  # names of state that is to be the same on all ranks
     any_size: AnySize | None = None  # the trace that it was made from, if that serves other sizes of its arguments, too
-    is_outgrown: bool = False  # whether a call had more rows of experts than it has room for
+    left: str = ""  # the reason that no later call runs it, on any rank
     deferred: DeferredUpdate | None = None  # the programs that run in place of this one, where its update is deferred
     edits: Edits = field(init=False)
     _flats: FlatInputs = field(init=False)
@@ -141,11 +141,11 @@ class Compiled:
         """The modules and optimizers of the call whose update is pending."""
         return self.deferred.pending.owners if self.deferred is not None and self.deferred.pending is not None else []
 
-    def abandon(self) -> None:
-        """End a call before it has changed anything, on all ranks, and run no other: there is too little room."""
+    def abandon(self, why: str) -> None:
+        """End a call before it has changed anything, on all ranks, and run no other."""
         self._flats.leave()
         self.executable.commit.wait_for_ranks()  # the next program computes where peers may still read
-        self.is_outgrown = True
+        self.left = why
 
     def _release(self) -> None:
         """Hold on to nothing: the model is gone, so the program never runs again."""
@@ -178,7 +178,7 @@ class Compiled:
 
     def is_alive(self) -> bool:
         """Whether a later call may run the program."""
-        return not (self.guards.dead or self.is_outgrown) and self.is_of_this_world() and self.is_connected()
+        return not (self.guards.dead or self.left) and self.is_of_this_world() and self.is_connected()
 
     def is_connected(self) -> bool:
         """Whether the ranks that it communicates with are still connected: a call may have failed."""

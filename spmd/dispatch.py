@@ -262,7 +262,7 @@ class Dispatch:
         last = [self.last] if self.last else []
         for compiled in [*last, *(each for each in self.programs if each is not self.last)]:
             admits = compiled.is_of_this_world() and compiled.is_connected() and compiled.uneven == uneven
-            admits = admits and not compiled.is_outgrown
+            admits = admits and not compiled.left
             admitted = compiled.guards.admit(given) if admits else None
             if admitted is not None:
                 arguments, turn.live = admitted
@@ -360,7 +360,12 @@ class Dispatch:
         self.outgrown += 1
         needed = compiled.program.room * times
         self._room = next((room for room in _ROOMS if room is None or room >= needed), None)
-        compiled.abandon()
+        self.leave(turn, compiled, "a rank's experts had more rows than there was room for")
+
+    def leave(self, turn: Turn, compiled: Compiled, why: str) -> None:
+        """Let a call that has changed nothing run another program, as all later ones; all ranks call this."""
+        assert turn.call is not None, "a call that has begun was read"
+        compiled.abandon(why)
         self.fit(turn, turn.call.given)
 
     def restore(self, turn: Turn) -> Restore | None:

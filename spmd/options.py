@@ -23,6 +23,7 @@ from passes.runner import OnStage
 from .edited_programs import EditedPrograms
 from .interpreter.interrupts import interruptible
 from .lowering.compiled_regions import Backend, takes_examples
+from .modes.auto import Auto
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
 from .modes.option_groups import check_memory
@@ -101,6 +102,8 @@ class Options:
         _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
         _check_micro_batches(parallel_mode, program=program, check=_check_check(check) or None)
         _check_bits(parallel_mode, backend)
+        if isinstance(parallel_mode, Auto) and parallel_mode.adapt and passes is not None:
+            raise ValueError("expected no passes= with spmd.Auto(adapt=True), which takes a schedule by measured times")
         edits = next((each for each in _check_overrides(module_override) if _edits_graph(each)), None)
         other = None if backend == "aten" else backend
         one = {"memory": memory, "gm_transformation": gm_transformation, "transform": edits, "backend": other}

@@ -21,6 +21,11 @@ class Profile:
         self._timed: Executable | None = None  # which runs it
         self._calls: dict[int, list[dict[str, float]]] = {}  # by the identity of the program
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no call is left to measure."""
+        return not self._left
+
     def begin(self, compiled: Compiled) -> Callable[[Sequence[Any]], list[Any]] | None:
         """A function that runs the program and measures it; None if no call is left."""
         if not self._left:

@@ -30,6 +30,8 @@ from .dispatch import Dispatch, Turn
 from .dump import files_of, stage_name, stages_to_compare, visit_stages
 from .guards.recompiles import Recompiles
 from .interpreter.source_lines import defined_at
+from .modes.adapt import Adapting
+from .modes.auto import Auto
 from .options import Options
 from .profile import Profile
 from .ranks.consensus import all_or_none, notify, standing_of, standing_of_state
@@ -68,6 +70,8 @@ class CompiledStep(Generic[P, R]):
         self._is_edited = False  # since its ranks had written other values to its state
         self._refused: RefusedSaves | None = None
         self._profile, self._calls = Profile(), 0
+        mode = options.mode
+        self._adapting = Adapting(mode.table, options.pipeline) if isinstance(mode, Auto) and mode.adapt else None
         self._recorder: Recorder | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -170,6 +174,8 @@ class CompiledStep(Generic[P, R]):
             self._dispatch.begin(turn, args, kwargs)
         assert turn.call is not None, "a call that has begun was read"
         compiled = self._ready(turn)
+        if self._adapting is not None and self._adapting.is_due(compiled.identity):
+            compiled = self._adapt(turn, compiled, self._adapting)
         while compiled.program.room is not None:
             try:
                 with kept_on(RoomExceededError):
@@ -184,6 +190,7 @@ class CompiledStep(Generic[P, R]):
     def _run_compiled(self, turn: Turn, compiled: Compiled) -> Any:
         assert turn.call is not None and turn.live is not None, "a program fits the call that it was compiled for"
         with unexpected_errors("running", compiled.program.name, self._where):
+            self._begin_timing(compiled)
             execute, state = self._profile.begin(compiled), turn.live.tensors
             self._calls += 1
             if self._recorder is not None:
@@ -193,12 +200,36 @@ class CompiledStep(Generic[P, R]):
         if self._recorder is not None:
             self._recorder.end(state)
         self._profile.end(compiled)
+        if self._adapting is not None:
+            self._adapting.end()
         if turn.connection is not None:
             turn.connection.is_in_call = False
         self._failed = None
         if self._refused is not None and not self._refused.why:
             self._allow_saves()
         return result
+
+    def _begin_timing(self, compiled: Compiled) -> None:
+        if self._adapting is None:
+            return
+        calls = self._adapting.begin(compiled.identity, compiled.device_mesh.device_type)
+        if calls and self._profile.is_over:
+            self._profile = Profile(calls)
+
+    def _adapt(self, turn: Turn, compiled: Compiled, adapting: Adapting) -> Compiled:
+        """Decide, with all ranks, whether another schedule takes over; returns the program to run."""
+        connection = turn.connection
+        gather = partial(connection.all_gather_text, what=self._name) if connection is not None else lambda text: [text]
+        changes = adapting.decide(compiled.partitioned, compiled.program, compiled.report.measured, gather)
+        if changes:
+            self._options.mode.custom_passes = adapting.pipeline
+            self._dispatch.leave(turn, compiled, "calls were measured, and take another schedule")
+            left, compiled = compiled, self._ready(turn)
+            left.drop()
+        compiled.program.notes.append(adapting.note)
+        if adapting.is_done and not any(axis.coordinate for axis in compiled.program.mesh.axes):
+            adapting.say()
+        return compiled
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of a call, by name. Raises ``TypeError`` as the function itself would."""

@@ -116,6 +116,16 @@ def test_peers_measures_systems(systems: list[str], tmp_path: Path) -> None:
     assert found["DDP"]["received_bytes"] == pytest.approx(parameters, rel=0.1)  # of two ranks, each gradient once
 
 
+def test_auto_is_raced_beside_all_styles(tmp_path: Path) -> None:
+    run = programs.run(["-m", "benchmarks.auto", "--smoke", "--adapt", "--json", tmp_path / "out"])
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads((tmp_path / "out").read_text())
+    (times,) = found["ms"].values()
+    assert list(times) == ["spmd.Auto", "replicate", "shard_optimizer", "fully_shard"]
+    assert all(each > 0 for each in times.values())
+    assert "beside the best" in run.stdout
+
+
 def test_resident_memory_is_that_of_a_whole_life(tmp_path: Path) -> None:
     options = ["--smoke", "--systems", "spmd, replicate", "--steps", "2", "--json", tmp_path / "out"]
     run = programs.run(["-m", "benchmarks.resident", *options])

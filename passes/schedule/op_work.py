@@ -66,6 +66,9 @@ _ATTENTION: dict[Any, int] = {
     if (op := find(name)) is not None
 }
 
+_TORCH = ("aten", "prims", "rngprims", "c10d", "_c10d", "spmd")  # and what begins so: namespaces of torch and of ours
+_OF_MATRICES = ("linalg_", "cholesky", "triangular_solve", "geqrf", "ormqr", "householder")
+
 
 def work_of(node: fx.Node) -> Work:
     """The work of a node that computes something."""
@@ -86,6 +89,17 @@ def work_of(node: fx.Node) -> Work:
         elements = sum(val.numel() for val in (*read, *results)) // 2
         return Work(OpClass.TRANSCENDENTAL, *size, dtype, transcendental=elements, tensors=entries)
     return Work(OpClass.MEMORY, *size, dtype, tensors=entries)
+
+
+def is_counted(node: fx.Node) -> bool:
+    """Whether the work of an op is known: by a formula for its FLOPs, or as it does little for each byte.
+
+    Not of ops of other libraries, nor of decompositions and solvers of matrices.
+    """
+    op = node.target
+    if not isinstance(op, OpOverload) or op in _ATTENTION or op.overloadpacket in flop_registry:
+        return True
+    return op.namespace.startswith(_TORCH) and not any(each in str(op.overloadpacket) for each in _OF_MATRICES)
 
 
 def _of_region(node: fx.Node, region: Region) -> Work:

@@ -52,6 +52,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--top", type=int, default=10, help="how many layouts are listed (%(default)s)")
     command.add_argument("--page", metavar="FILE.html", type=Path, help="write a page of the plans")
     command.add_argument("--json", action="store_true", help="print the plans as JSON")
+    command.add_argument(
+        "--against", metavar="PLAN.json", type=Path, help="an earlier plan, as --json printed it: what changed, and why"
+    )
     command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
@@ -97,22 +100,35 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     except Exception:  # of the file, or of its step
         traceback.print_exc()
         return 2
+    changed = _changed(arguments.against, found, parser, is_one=len(machines) == 1)
     if arguments.page:
         try:
             arguments.page.write_text(page(found), encoding="utf-8")
         except OSError as error:
             parser.error(f"expected a file that can be written, got {arguments.page}: {error.strerror}")
-    _print(found, reasons, arguments.json, is_one=len(machines) == 1)
+    _print(found, reasons, arguments.json, changed, is_one=len(machines) == 1)
     return 0 if all(found) and not reasons else 1
 
 
-def _print(found: list[Plans], reasons: list[str], as_json: bool, is_one: bool) -> None:
-    """One plan with all that there is to say, or a line for each machine."""
+def _changed(path: Path | None, found: list[Plans], parser: argparse.ArgumentParser, is_one: bool) -> list[str]:
+    """What changed since the plan of ``--against``."""
+    if path is None:
+        return []
+    if not is_one:
+        parser.error("expected --against with one kind and one number of GPUs, whose plan it compares")
+    try:
+        return found[0].against(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        parser.error(f"expected --against to name a plan that --json printed, got {path}: {error}")
+
+
+def _print(found: list[Plans], reasons: list[str], as_json: bool, changed: list[str], is_one: bool) -> None:
+    """One plan with all that there is to say, or a line for each machine; and what changed since an earlier one."""
     if as_json:
         entries = [each.to_dict() for each in found]
-        print(json.dumps(entries[0] if is_one else entries, indent=2))
+        print(json.dumps(entries[0] | ({"changes": changed} if changed else {}) if is_one else entries, indent=2))
         return
     console = Console()
     console.print(found[0] if is_one else compared(found))
-    for reason in reasons:
+    for reason in [*reasons, *(f"since then: {each}" for each in changed)]:
         console.print(reason, markup=False)

@@ -21,12 +21,12 @@ FIRST = "the first call"
 class Candidate(Protocol):
     """A program that a call might have run. ``uneven``: how many rows all ranks had, where they had unequal parts.
 
-    ``is_outgrown``: whether a call had more rows of experts than it has room for.
+    ``left``: the reason that no later call runs it; empty while one may.
     """
 
     guards: Guards
     uneven: dict[str, int]
-    is_outgrown: bool
+    left: str
 
     def is_of_this_world(self) -> bool:
         """Whether the process group is the one that it was compiled for."""
@@ -42,8 +42,8 @@ def reason_to_compile(call: Call, last: Candidate | None, programs: Sequence[Can
     """
     if last is None:
         return FIRST
-    if last.is_outgrown:
-        return "a rank's experts had more rows than there was room for"
+    if last.left:
+        return last.left
     if not last.is_of_this_world():
         return "the process group is another one"
     if not last.is_connected():

@@ -23,6 +23,7 @@ from ..environment import is_set
 from ..partitioner.plan import Plan
 from ..ranks.axis_roles import Axes
 from ..ranks.simulated import simulated
+from .base import check_flag
 from .data_parallel import DataParallel
 from .option_groups import check_memory
 
@@ -54,6 +55,11 @@ class Auto(DataParallel):
     equal times the first. A line says which, and what was estimated of each. Later programs keep the style. All ranks
     look at the first rank's share, and choose the same.
 
+    ``adapt``: after 11 calls of one program, what they took corrects the table, on all ranks alike. If another schedule
+    of the same placements (overlap; with two ranks also the sizes of buckets) is then estimated to save more than 3% of
+    the step, it is compiled before the next call and runs from there on, with the same bits. If its calls take longer
+    than those before, the schedule of before is compiled again. A line says what was decided.
+
     The other options are those of ``DataParallel``. Raises ``ValueError`` for what these refuse, and
     ``MemoryBudgetError`` when the step compiles and no style fits, with the least memory that any needs.
     """
@@ -70,8 +76,12 @@ class Auto(DataParallel):
         params: Mapping[str, Any] | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
         micro_batches: int = 1,
+        adapt: bool = False,
     ) -> None:
         self.memory, self.table = check_memory(memory), table
+        self.adapt = check_flag("adapt", adapt)
+        if adapt and micro_batches > 1:
+            raise ValueError("expected no micro_batches with adapt=True: their runs are not measured node by node")
         self.style, self.note = "", ""
         pipeline = passes.default(table=table)
         super().__init__(

@@ -129,7 +129,7 @@ class _Reads:
     def of(cls, user: fx.Node, options: Options, axis: int) -> _Reads:
         """The reads of a node that has not been visited."""
         tensors = [leaf for leaf in leaves(user) if any(infos([leaf.meta.get("val")]))]
-        listed = options.along(_call(user), axis)
+        listed = options.along(call_of(user), axis)
         return cls(tensors, listed, 0, [0.0] * len(listed))
 
     def costs(self, values: Mapping[fx.Node, Any], cost_of: Callable[[Value, Placement], float]) -> list[float]:
@@ -166,7 +166,7 @@ class _Along:
         return cost(source, target, nbytes * self.share, self.axis, may_become_sum=True)
 
 
-def _call(node: fx.Node) -> OpCall:
+def call_of(node: fx.Node) -> OpCall:
     """The call of a node that has not been visited, on global shapes."""
 
     def info(operand: fx.Node) -> Any:

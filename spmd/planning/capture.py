@@ -30,10 +30,26 @@ def partitioned(
     mesh: Mapping[str, int],
 ) -> Program:
     """The share of the first rank of ``mesh``, whose ranks pass ``args`` each, in another mode than the step's own."""
+    return partitioned_on(captured(step, mode_on, args, kwargs, mesh), mode_on, mesh)
+
+
+def captured(
+    step: CompiledStep[..., Any],
+    mode_on: Callable[[DeviceMesh], ParallelMode],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mapping[str, int],
+) -> Program:
+    """The step before it is partitioned, on global shapes."""
     with calling, random_state_kept(), simulated_world(math.prod(mesh.values()), mesh, "cpu") as device_mesh:
-        mode = mode_on(device_mesh)
-        step = CompiledStep(step.function, replace(step.options, mode=mode))
-        return mode.partition(step.capture(step.read(args, dict(kwargs))))
+        step = CompiledStep(step.function, replace(step.options, mode=mode_on(device_mesh)))
+        return step.capture(step.read(args, dict(kwargs)))
+
+
+def partitioned_on(program: Program, mode_on: Callable[[DeviceMesh], ParallelMode], mesh: Mapping[str, int]) -> Program:
+    """The share of the first rank of ``mesh`` of a captured program, whose own mesh has the same axes."""
+    with simulated_world(math.prod(mesh.values()), mesh, "cpu") as device_mesh:
+        return mode_on(device_mesh).partition(program)
 
 
 def sections(local: Program, fused: bool) -> list[Section]:

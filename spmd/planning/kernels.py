@@ -24,7 +24,7 @@ from passes.ir.effects import mutates
 from passes.ir.ops import Trait, has
 from passes.ir.region import region_of
 from passes.memory.pieces import copies
-from passes.schedule.op_work import OpClass, work_of
+from passes.schedule.op_work import OpClass, is_counted, work_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Kernel:
 
     ``flops`` of matrix products or attention, of ``dtype``; ``dims``: batch, rows, inner and columns. ``module``: the
     last part of the name of the module. ``made``: bytes of its results. ``is_split``: whether its largest operand is
-    split over the axis "tensor". ``keys``: bytes of the keys and values of attention in forward.
+    split over the axis "tensor". ``keys``: bytes of the keys and values of attention in forward. ``unknown``: the op,
+    if its work is not known.
     """
 
     kind: OpClass
@@ -61,6 +62,7 @@ class Kernel:
     is_causal: bool = False
     is_split: bool = False
     keys: Amount = Amount()
+    unknown: str = ""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,9 @@ class _Sections:
         keys = Amount()
         if work.kind is OpClass.ATTENTION and self._phase(node) is Phase.FORWARD:
             keys = sum((self._bytes(each, self._grows(each)) for each in operands[1:3]), keys)
-        return Kernel(work.kind, moved, flops, dims, made, dtype, name, causal, self._has(largest, self.tensor), keys)
+        is_split = self._has(largest, self.tensor)
+        unknown = next((str(each.target) for each in _inside(node) if not is_counted(each)), "")
+        return Kernel(work.kind, moved, flops, dims, made, dtype, name, causal, is_split, keys, unknown)
 
     def _dims(self, operands: list[fx.Node]) -> tuple[Amount, ...]:
         """Batch, rows, inner and columns of a product, each in proportion to the rows that it is split by."""

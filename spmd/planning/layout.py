@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..stages.schedules import Schedule
+
 Style = Literal["replicate", "shard_optimizer", "fully_shard"]
 Recompute = Literal["none", "selective", "full"]
 
@@ -16,9 +18,12 @@ class Layout:
     ``rows`` of each of ``micro_batches``, of which each of ``context`` ranks that split sequences has its part: a
     fraction, if need be. ``shard``: ranks that parameters are split over, by default all that have other tokens.
     ``chunks``: model chunks of a stage. ``experts``: ranks that split experts. ``splits_sequence``: norms and residuals
-    are split along ``tensor``, too. ``recomputed``: the part of the blocks that ``recompute`` speaks of. ``bits``: of
-    operands of products; ``keeps_gathered``: parameters are gathered once, and not again for backward.
+    are split along ``tensor``, too. ``recomputed``: the part of each kind of equal blocks that ``recompute`` speaks of;
+    empty for all. ``bits``: of operands of products; ``keeps_gathered``: parameters are gathered once, and not again
+    for backward.
     ``reduces_once``: gradients of split parameters are accumulated whole, and reduced after the last micro-batch.
+    ``cut``: the blocks of each stage, of which a rank has ``chunks``, as the model runs them; empty where all have
+    equal parts, as published runs are estimated. ``schedule``: of a cut.
     """
 
     gpus: int
@@ -33,10 +38,12 @@ class Layout:
     shard: int | None = None
     splits_sequence: bool = False
     recompute: Recompute = "none"
-    recomputed: float = 1.0
+    recomputed: tuple[float, ...] = ()
     bits: int = 16
     keeps_gathered: bool = False
     reduces_once: bool = False
+    cut: tuple[int, ...] = ()
+    schedule: Schedule = "1f1b"
 
     @property
     def data(self) -> int:

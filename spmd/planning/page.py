@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .plans import MEANT, Candidate, Plans, name
+from .changes import MEANT
+from .plans import Candidate, Plans, name
 
 _COLORS = {
     "compute": "#4a7fbf",

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from .changes import MEANT, changes, duration, longer, size_of
 from .estimate import Estimate
 from .layout import Layout
 from .machine import Machine
-from .step_work import EXPERTS, SEQUENCE, StepWork
-
-MEANT = {
-    "compute": "compute",
-    "tensor": "collectives along tensor, sequence and experts",
-    "gathers": "gathers and reductions of units",
-    "pipeline": "idle stages",
-    "messages": "messages between stages",
-    "reduction": "reduction of replicated gradients",
-    "update": "the update",
-    "waiting": "waits for the slowest host",
-}
-_NOISE = 0.002  # of the step: causes that differ by less explain nothing
+from .step_work import EXPERTS, SEQUENCE, TENSOR, StepWork
 
 
 @dataclass(frozen=True)
@@ -41,14 +31,13 @@ class Plans:
     """Layouts that fit, the fastest first; of those that differ in recomputation or micro-batches alone, the best.
 
     ``front``: layouts such that none is both faster and smaller, whether they fit. ``least``: the one that needs the
-    least memory. ``staged``: the fastest with pipeline stages, which run over gloo so far. ``blocks``: the first of
-    equal blocks, and their number, if they are all of a kind. ``notes``: of the partitioner, on ops that it has no rule
-    for. False if nothing fits.
+    least memory. ``blocks``: the first of equal blocks, and their number, if they are all of a kind. ``notes``: on ops
+    that have no rule or no cost. ``recipes``: for a number of ranks along "tensor", the dims of parameters that these
+    split, where the step's mode names none. False if nothing fits.
     """
 
     layouts: tuple[Candidate, ...]
     least: Candidate
-    staged: Candidate | None
     gpus: int
     gpu: str
     per_host: int
@@ -59,6 +48,7 @@ class Plans:
     front: tuple[Candidate, ...] = ()
     blocks: tuple[str, int] | None = None
     notes: tuple[str, ...] = ()
+    recipes: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -71,7 +61,6 @@ class Plans:
         step: StepWork,
         axes: tuple[str, str | None],
         top: int,
-        staged: Candidate | None,
     ) -> Plans:
         """Sort by time, then by memory; equal ones stay in the order in which they were made."""
         fitting = sorted(
@@ -82,12 +71,9 @@ class Plans:
         for each in fitting:
             best.setdefault(_kind(each.layout), each)
         least = min(found, key=lambda each: each.estimate.peak)
-        if staged is not None and staged.estimate.peak > memory:
-            staged = None
         return cls(
             tuple(best.values())[:top],
             least,
-            staged,
             gpus,
             machine.name,
             machine.per_host,
@@ -118,21 +104,28 @@ class Plans:
         if len(self.layouts) < 2:
             return []
         first, others = self.layouts[0], self.layouts[1:4]
-        return [f"{name(each.layout)} takes {_longer(first.estimate, each.estimate)}" for each in others]
+        return [f"{name(each.layout)} takes {longer(first.estimate.causes, each.estimate.causes)}" for each in others]
 
     def missing(self) -> str:
         """A sentence on how much memory is missing, where nothing fits."""
         least = self.least.estimate.peak
         return (
-            f"no layout fits into {_giga(self.memory)} of a {self.gpu}: the least is {_giga(least)} with "
-            f"{name(self.least.layout)}, {_giga(least - self.memory)} more; take more GPUs, or fewer rows"
+            f"no layout fits into the {size_of(self.memory)} of one {self.gpu}: the least is {size_of(least)} with "
+            f"{name(self.least.layout)}, {size_of(least - self.memory)} more; take more GPUs, or fewer rows"
         )
 
     def python(self, found: Candidate | None = None) -> str:
         """The mode of a layout, ready to paste; by default of the fastest. Empty for stages without equal blocks."""
         chosen = found or self.best
         assert chosen is not None, "there is a mode where a layout fits"
-        return python(chosen, self.axes, self.memory, self.blocks)
+        recipe = self.recipes.get(chosen.layout.tensor)
+        axes = (self.axes[0], TENSOR) if recipe else self.axes
+        return python(chosen, axes, self.memory, self.blocks, recipe)
+
+    def against(self, before: Plans | Mapping[str, Any]) -> list[str]:
+        """Sentences on what changed since another plan, given as such or as its ``to_dict``, and why."""
+        old, new = before.to_dict() if isinstance(before, Plans) else before, self.to_dict()
+        return changes(old, new)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON can write it."""
@@ -144,12 +137,13 @@ class Plans:
             "memory": self.memory,
             "rows": self.rows,
             "tokens_per_row": self.tokens,
+            "blocks": list(self.blocks) if self.blocks else None,
             "layouts": listed,
             "why": self.why(),
             "missing": "" if self.layouts else self.missing(),
             "notes": list(self.notes),
-            "with_stages": self._entry(self.staged) if self.staged is not None else None,
             "front": [self._entry(each) for each in self.front],
+            "least": self._entry(self.least),
         }
 
     def _entry(self, each: Candidate) -> dict[str, Any]:
@@ -175,15 +169,15 @@ class Plans:
             yield self.missing()
             return
         yield self._table()
-        roles = ", ".join(f"{role} {_giga(size)}" for role, size in self.best.estimate.memory.items() if size >= 1e7)
-        yield f"memory of the first: {roles}"
-        causes = self.best.estimate.causes
-        yield "time of the first: " + ", ".join(f"{MEANT[k]} {_time(t)}" for k, t in causes.items() if t >= 1e-5)
+        found, part = self.best.estimate, 0.001  # what is less is not listed
+        roles = [f"{role} {size_of(size)}" for role, size in found.memory.items() if size > part * found.peak]
+        causes = [f"{MEANT[k]} {duration(t)}" for k, t in found.causes.items() if t > part * found.seconds]
+        yield f"memory of the first: {', '.join(roles)}"
+        yield f"time of the first: {', '.join(causes)}"
         yield from self.why()
         yield from (f"note: {each}" for each in self.notes)
-        if self.staged is not None and self.staged.estimate.seconds < self.best.estimate.seconds:
-            staged, took = self.staged.layout.stages, _time(self.staged.estimate.seconds)
-            yield f"{staged} pipeline stages would take {took} by estimate; they run over gloo so far, not over NCCL"
+        if self.best.layout.stages > 1:
+            yield "note: messages between stages have been run over gloo only, not over NCCL"
         yield f"\n{self.python()}"
 
     def _table(self) -> Table:
@@ -194,8 +188,8 @@ class Plans:
             shown.add_column(heading, justify="right")
         for each in self.layouts:
             found = each.estimate
-            rate = f"{self.rows * self.tokens / found.seconds:,.0f}"
-            shown.add_row(name(each.layout), _time(found.seconds), rate, _time(found.exposed), _giga(found.peak))
+            rate, times = self.rows * self.tokens / found.seconds, (duration(found.seconds), duration(found.exposed))
+            shown.add_row(name(each.layout), times[0], f"{rate:,.0f}", times[1], size_of(found.peak))
         return shown
 
 
@@ -210,10 +204,10 @@ def compared(plans: Sequence[Plans]) -> Table:
     for each in plans:
         machine = f"{each.gpus} {each.gpu}"
         if each.best is None:
-            shown.add_row(machine, "", "", "", _giga(each.least.estimate.peak), "none fits")
+            shown.add_row(machine, "", "", "", size_of(each.least.estimate.peak), "none fits")
             continue
         found, part = each.best.estimate, each.rate / each.gpus / first
-        figures = (_time(found.seconds), f"{each.rate:,.0f}", f"{part:.0%}", _giga(found.peak))
+        figures = (duration(found.seconds), f"{each.rate:,.0f}", f"{part:.0%}", size_of(found.peak))
         shown.add_row(machine, *figures, name(each.best.layout))
     return shown
 
@@ -236,17 +230,24 @@ def name(layout: Layout) -> str:
         words.append("gathered once")
     counts = (("tensor", layout.tensor), ("sequence", layout.context), ("experts", layout.experts))
     words += [f"{what} {count}" for what, count in counts if count > 1]
-    words += [f"{layout.stages} stages"] if layout.stages > 1 else []
+    words += [f"{layout.stages} stages {layout.schedule}"] if layout.stages > 1 else []
     words += [f"{layout.micro_batches} micro-batches"] if layout.micro_batches > 1 else []
     if layout.recompute != "none":
-        words.append("recomputed" if layout.recomputed == 1 else f"{layout.recomputed:.0%} recomputed")
+        words.append(" ".join([*(f"{part:.0%}" for part in layout.recomputed), "recomputed"]))
     return ", ".join(words)
 
 
-def python(found: Candidate, axes: tuple[str, str | None], memory: int, blocks: tuple[str, int] | None = None) -> str:
+def python(
+    found: Candidate,
+    axes: tuple[str, str | None],
+    memory: int,
+    blocks: tuple[str, int] | None = None,
+    recipe: Mapping[str, int] | None = None,
+) -> str:
     """The mesh and the mode of a layout as Python, for the step ``step`` and the ``params`` of its own mode.
 
     ``blocks``: the first of equal blocks, and their number, which stages divide. Empty for stages without these.
+    ``recipe``: the dims of parameters that ranks along "tensor" split, in the place of ``params``.
     """
     layout, tensor, starts = found.layout, axes[1], _starts(found.layout, blocks)
     if layout.stages > 1 and not starts:
@@ -260,14 +261,17 @@ def python(found: Candidate, axes: tuple[str, str | None], memory: int, blocks: 
     options += [f"reshard_after_forward={not layout.keeps_gathered}"] if layout.style == "fully_shard" else []
     options += [f"micro_batches={layout.micro_batches}"] if layout.micro_batches > 1 else []
     options += ["stages=[" + ", ".join(f'"{each}"' for each in starts) + "]"] if starts else []
-    options += ["params=params"] if tensor is not None else []  # as the step's own mode has them
+    options += [f'schedule="{layout.schedule}"'] if starts and layout.schedule != "1f1b" else []
+    options += ["params=params"] if tensor is not None else []  # by default as the step's own mode has them
     size = f'"{memory // 10**9}GB"' if memory >= 10**10 else str(memory)
     budget = f", memory={size}" if layout.recompute != "none" else ""
     sizes, names = ("".join(f"{each}, " for each in listed) for listed in (mesh.values(), (f'"{k}"' for k in mesh)))
     if len(mesh) > 1:
         sizes, names = sizes[:-2], names[:-2]
+    splits = "".join(f'    "{name}": {{"{tensor}": Shard({dim})}},\n' for name, dim in (recipe or {}).items())
     return (
-        f'mesh = init_device_mesh("cuda", ({sizes.rstrip()}), mesh_dim_names=({names.rstrip()}))\n'
+        (f"params = {{\n{splits}}}\n" if splits else "")
+        + f'mesh = init_device_mesh("cuda", ({sizes.rstrip()}), mesh_dim_names=({names.rstrip()}))\n'
         f"mode = spmd.DataParallel({', '.join(options)})\n"
         f"step = spmd.compile(parallel_mode=mode{budget})(step)"
     )
@@ -294,24 +298,17 @@ def _starts(layout: Layout, blocks: tuple[str, int] | None) -> list[str]:
     container, _, first = blocks[0].rpartition(".") if blocks else ("", "", "")
     if not blocks or not first.isdigit():
         return []
-    return [f"{container}.{int(first) + k * blocks[1] // layout.stages}" for k in range(1, layout.stages)]
+    return [f"{container}.{int(first) + each}" for each in accumulate(layout.cut[:-1])]
 
 
 def _kind(layout: Layout) -> Any:
-    return layout.style, layout.shard, layout.keeps_gathered, layout.tensor, layout.context, layout.experts
+    stages = layout.stages, layout.schedule
+    return layout.style, layout.shard, layout.keeps_gathered, layout.tensor, layout.context, layout.experts, stages
 
 
-def _longer(first: Estimate, other: Estimate) -> str:
-    """How much longer, and what most of it is."""
-    more = {k: other.causes[k] - first.causes[k] for k in first.causes}
-    parts = sorted((k for k, t in more.items() if abs(t) > _NOISE * first.seconds), key=lambda k: -abs(more[k]))
-    listed = ", ".join(f"{_time(abs(more[k]))} {'more' if more[k] > 0 else 'less'} for {MEANT[k]}" for k in parts[:2])
-    return f"{_time(other.seconds - first.seconds)} longer" + (f": {listed}" if listed else "")
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.1f} ms"
-
-
-def _giga(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
+def uncounted_note(op: str, part: float) -> str:
+    """A sentence on an op whose work is not known, and how much depends on it."""
+    return (
+        f"{op} has no cost: it counts as the bytes that it reads and writes, {part:.1%} of the step; if it takes ten "
+        f"times as long, the step takes {9 * part:.0%} longer"
+    )

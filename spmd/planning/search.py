@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from passes.schedule.gpus import GPUS, Gpu
 
 from ..modes.option_groups import check_memory
-from .estimate import Work, estimate
+from ..stages.schedules import Schedule
+from .blocks import Chosen, front
+from .estimate import Work, choices, cut_of, estimate, uncounted
 from .fitted import CONSTANTS
 from .layout import Layout
 from .machine import Machine, Software
-from .plans import Candidate, Plans
+from .plans import Candidate, Plans, uncounted_note
 from .step_work import CapturedStep
 
 RESERVED = 2e9  # bytes of a GPU that driver and NCCL take: an assumption
@@ -25,10 +29,18 @@ SOFTWARE: Mapping[str, Software] = {
 """Our programs, op by op or with islands. Launches and updates take what a GPT of 256 x 4 took on one H200 (README);
 that most of backward hides the reduction of what is replicated is an assumption."""
 
+_SPLITS = (
+    Layout(1),
+    Layout(1, "shard_optimizer"),
+    Layout(1, "fully_shard", keeps_gathered=True, reduces_once=True),
+)
+"""How stages divide state among ranks that have other rows; by the first alone where there is one."""
+
 _TENSOR = (1, 2, 4, 8)
 _CONTEXT = (1, 2, 4, 8)
 _EXPERTS = (2, 4, 8, 16, 32, 64)
-_STAGES = (2, 4, 8, 16)
+_STAGES = (2, 4, 8, 16, 32)
+_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb-h1")  # "gpipe" waits as "1f1b" does, and keeps more
 
 
 def plan(
@@ -68,13 +80,18 @@ def search(
     for tensor, context, experts in _divisions(step, gpus, machine.per_host):
         for layout in _layouts(gpus, machine.per_host, tensor, context, experts, count):
             found += recomputed(step.of(tensor, experts).work, layout, machine, capacity)
+        if context == experts == 1:
+            found += _staged(step.of(tensor).work, gpus, tensor, count, machine, capacity)
     if not found:
         raise ValueError(
             f"expected a batch whose rows divide among {gpus} GPUs, got {count} rows: pass rows=, those of the whole "
             "batch of a step"
         )
-    staged = _staged(first.work, gpus, count, machine)
-    return Plans.of(found, machine, gpus, capacity, count, first, step.axes, top, staged)
+    plans = Plans.of(found, machine, gpus, capacity, count, first, step.axes, top)
+    shown = plans.best or plans.least
+    unknown = uncounted(step.of(shown.layout.tensor, shown.layout.experts).work, shown.layout, machine)
+    notes = [uncounted_note(op, seconds / shown.estimate.seconds) for op, seconds in unknown.items()]
+    return replace(plans, notes=(*plans.notes, *notes), recipes=step.recipes)
 
 
 def check(gpus: Any, gpu: Any, per_host: Any, rows: Any, top: Any) -> Gpu:
@@ -92,7 +109,7 @@ def check(gpus: Any, gpu: Any, per_host: Any, rows: Any, top: Any) -> Gpu:
 
 def _divisions(step: CapturedStep, gpus: int, per_host: int) -> Iterator[tuple[int, int, int]]:
     """Ranks along "tensor", ranks that split sequences, and ranks that divide experts, as far as the step has them."""
-    for tensor in (k for k in (_TENSOR if step.axes[1] else (1,)) if gpus % k == 0 and k <= per_host):
+    for tensor in (k for k in _TENSOR if gpus % k == 0 and k <= per_host and step.divides_tensor(k)):
         yield from ((tensor, k, 1) for k in _CONTEXT if gpus % (tensor * k) == 0 and step.divides_sequence(k))
     yield from ((1, 1, k) for k in _EXPERTS if gpus % k == 0 and step.divides_experts(k))
 
@@ -121,33 +138,51 @@ def _layouts(gpus: int, per_host: int, tensor: int, context: int, experts: int, 
 
 
 def recomputed(work: Work, layout: Layout, machine: Machine, memory: float) -> list[Candidate]:
-    """A layout with as many blocks recomputed as it needs to fit into memory: with none, all, or the fewest that do."""
+    """A layout with as many blocks recomputed as it needs to fit into memory: with none, all, or those that cost least.
+
+    Where some have to be, they are the fastest choice of the front of all (``blocks.py``) that fits.
+    """
     plain = Candidate(layout, estimate(work, layout, machine))
-    blocks = sum(each.count for each in work.plain if each.count > 1)
-    if plain.estimate.peak <= memory or not blocks:
+    kinds = choices(work, layout, machine)
+    if plain.estimate.peak <= memory or not kinds:
         return [plain]
     layout = replace(layout, recompute="full")
     whole = Candidate(layout, estimate(work, layout, machine))
     if whole.estimate.peak > memory:
         return [plain, whole]
-    saved = (plain.estimate.peak - whole.estimate.peak) / blocks
-    for count in range(math.ceil((plain.estimate.peak - memory) / saved), blocks):
-        part = replace(layout, recomputed=count / blocks)
-        if (found := estimate(work, part, machine)).peak <= memory:
-            return [Candidate(part, found)]
-    return [whole]
+
+    def made(chosen: Chosen) -> Candidate:
+        parts = tuple(again / (kept + again) for kept, again in chosen.counts)
+        part = layout if set(parts) == {1.0} else replace(layout, recomputed=parts)
+        return Candidate(part, estimate(work, part, machine))
+
+    found = front(kinds)
+    return [made(found[bisect_left(found, True, key=lambda each: made(each).estimate.peak <= memory)])]
 
 
-def _staged(work: Work, gpus: int, rows: int, machine: Machine) -> Candidate | None:
-    """The fastest layout with pipeline stages, for comparison; None without blocks to cut."""
-    blocks = min((each.count for each in work.plain if each.count > 1), default=0)
-    found = []
-    for stages in _STAGES:
-        data = gpus // stages
-        if gpus % stages or blocks % stages or rows % max(1, data):
-            continue
-        own = rows // data
-        for count in (each for each in range(stages, own + 1) if own % each == 0):
-            layout = Layout(gpus, "shard_optimizer", own // count, count, stages=stages)
-            found.append(Candidate(layout, estimate(work, layout, machine)))
-    return min(found, key=lambda each: each.estimate.seconds, default=None)
+def _staged(work: Work, gpus: int, tensor: int, rows: int, machine: Machine, memory: float) -> Iterator[Candidate]:
+    """The layouts of pipelines over equal blocks, each with the cut whose slowest stage takes the least time.
+
+    Of layouts that differ in micro-batches, one that must be slower than another one that fits is not simulated. No
+    block is recomputed, as ``memory=`` is not for stages.
+    """
+    blocks = [each.count for each in work.plain if each.count > 1]
+    for stages in (k for k in _STAGES if gpus % (tensor * k) == 0 and len(blocks) == 1 and blocks[0] >= k):
+        data = gpus // (tensor * stages)
+        own = rows // data if rows % data == 0 else 0
+        counts = [n for n in range(own, stages - 1, -1) if own % n == 0]
+        for split, schedule in product(_SPLITS[1:] if data > 1 else _SPLITS[:1], _SCHEDULES):
+            least = math.inf
+            for count in counts:
+                chunks = 2 if schedule == "interleaved" else 1
+                if chunks == 2 and (count % stages or blocks[0] % (2 * stages)):
+                    continue
+                layout = replace(split, gpus=gpus, rows=own // count, micro_batches=count, tensor=tensor)
+                layout = replace(layout, stages=stages, chunks=chunks, schedule=schedule)
+                cut = cut_of(work, layout, machine, memory, least)
+                if cut is None:
+                    continue
+                found = Candidate(layout := replace(layout, cut=cut), estimate(work, layout, machine))
+                if found.estimate.peak <= memory:
+                    least = min(least, found.estimate.seconds)
+                yield found

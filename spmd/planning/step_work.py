@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from passes import OutputKind, Phase, Program, Role, SpmdError
 
 from ..modes.data_parallel import DataParallel
 from ..step import CompiledStep
-from .capture import partitioned, sections
+from .capture import captured, partitioned, partitioned_on, sections
 from .estimate import State, Traffic, Work
 from .kernels import Section
+from .recipes import recipe
 from .shorten import shortened
 
-SEQUENCE, EXPERTS = "cp", "ep"  # names of the axes that split these
+SEQUENCE, EXPERTS, TENSOR = "cp", "ep", "tp"  # names of the axes that split these
 
 _SAMPLED = 2  # ranks of the batch's axis: enough to see which values are split over it
 
@@ -53,14 +55,35 @@ class CapturedStep:
         self._kwargs, self._known = dict(kwargs), dict[tuple[int, int], StepWork | None]()
         self.backend = "inductor" if self._step.options.backend == "inductor" else "aten"
         self.axes = axes_of(given_mode(self._step))
+        self.recipes: dict[int, Mapping[str, int]] = {}  # by ranks along "tensor", where ``params`` names no axis
 
     def of(self, tensor: int = 1, experts: int = 1) -> StepWork:
         """The share of one of ``tensor`` ranks along the axis that ``params`` names, and of ``experts`` ranks."""
         found = self._known.get((tensor, experts))
         if found is None:
-            found = step_work(self._step, self._args, self._kwargs, tensor=tensor, experts=experts)
+            known = self._recipe if self.recipes.get(tensor) else None
+            found = step_work(self._step, self._args, self._kwargs, tensor=tensor, experts=experts, known=known)
             self._known[tensor, experts] = found
         return found
+
+    def divides_tensor(self, ranks: int) -> bool:
+        """Whether so many ranks can divide parameters: as ``params`` says, or else by the recipe of the least cost."""
+        if self.axes[1] is not None or ranks == 1:
+            return True
+        if ranks not in self.recipes:
+            self.recipes[ranks] = self._recipe[1] if self._recipe else {}
+            try:
+                self.of(ranks)
+            except (SpmdError, ValueError):
+                self.recipes[ranks] = {}
+        return bool(self.recipes[ranks])
+
+    @cached_property
+    def _recipe(self) -> tuple[Program, dict[str, int], dict[str, int]] | None:
+        try:
+            return recipe_of(self._step, self._args, self._kwargs)
+        except Exception:  # of a step that is refused, it is said where all of it is captured
+            return None
 
     def divides_experts(self, ranks: int) -> bool:
         """Whether so many ranks can divide its experts."""
@@ -78,8 +101,12 @@ class CapturedStep:
         return any(each.dim() == 3 for module in modules for each in module.parameters())
 
     def divides_sequence(self, context: int) -> bool:
-        """Whether so many ranks can split its sequences, each with two equal parts of every one."""
-        return context == 1 or (self.of().tokens % (2 * context) == 0 and self._splits_sequence)
+        """Whether so many ranks can split its sequences, each with two equal parts of every one.
+
+        Without attention as an op of its own nothing is known of what they would send.
+        """
+        attends = self.of().work.traffic.keys > 0
+        return context == 1 or (attends and self.of().tokens % (2 * context) == 0 and self._splits_sequence)
 
     @cached_property
     def _splits_sequence(self) -> bool:
@@ -98,13 +125,17 @@ def step_work(
     tensor: int = 1,
     context: int = 1,
     experts: int = 1,
+    known: tuple[Program, Mapping[str, int], Mapping[str, int]] | None = None,
 ) -> StepWork:
     """Capture ``step`` with the whole batch in ``args``, on ``tensor`` ranks along the axis that its mode names.
 
-    ``context``: ranks that split sequences; ``experts``: ranks that divide experts, each with other rows.
+    ``context``: ranks that split sequences; ``experts``: ranks that divide experts, each with other rows. ``known``:
+    what ``recipe_of`` found, where the mode names none.
     """
     given = given_mode(step)
     batch, other = axes_of(given)
+    program, recipe, counts = known or (None, {}, {})
+    other = TENSOR if recipe else other
     mesh, roles = {batch: _SAMPLED}, dict[str, str | tuple[str, ...]](batch=batch)
     if context > 1:
         mesh[SEQUENCE], roles["sequence"] = context, SEQUENCE
@@ -118,18 +149,18 @@ def step_work(
             "replicate",
             mesh=device_mesh,
             axes=roles,
-            params=given.params,
+            params={**given.params, **{name: {TENSOR: Shard(dim)} for name, dim in recipe.items()}},
             inputs=given.inputs,
             input_batch_dim=given.input_batch_dim,
             mp_policy=given.mp_policy,
             experts=given.experts.choices if experts > 1 and given.experts else None,
         )
 
-    try:
-        fewer, named, counts = shortened(step, args, kwargs)
-        local = partitioned(step, mode, fewer, named, mesh)
-    except Exception:  # it counts its blocks, or names each of them
-        counts, local = {}, partitioned(step, mode, args, kwargs, mesh)
+    if program is not None:
+        axes = tuple(replace(each, size=mesh[each.name]) for each in program.mesh.axes)
+        local = partitioned_on(replace(program, mesh=replace(program.mesh, axes=axes)), mode, mesh)
+    else:
+        counts, local = _partitioned(step, mode, args, kwargs, mesh)
     rows = [i for i in local.inputs if i.role is Role.BATCH and i.shape]
     if not rows:
         raise ValueError("expected a step with a batch among its arguments, of which ranks can have different rows")
@@ -140,6 +171,42 @@ def step_work(
     traffic = Traffic(keys=max(sum(k.keys.each for k in each.kernels[Phase.FORWARD]) for each in plain))
     work = Work(plain, fused, _state(local, given), traffic)
     return StepWork(work, shape[dim] // (_SAMPLED * experts), max(integers, default=1), tuple(local.notes))
+
+
+def _partitioned(
+    step: Any,
+    mode: Callable[[DeviceMesh], DataParallel],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mapping[str, int],
+) -> tuple[dict[str, int], Program]:
+    """How many equal blocks there are, and a rank's share with two of each."""
+    try:
+        fewer, named, counts = shortened(step, args, kwargs)
+        return counts, partitioned(step, mode, fewer, named, mesh)
+    except Exception:  # it counts its blocks, or names each of them
+        return {}, partitioned(step, mode, args, kwargs, mesh)
+
+
+def recipe_of(
+    step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Program, dict[str, int], dict[str, int]]:
+    """A captured step, the dims of parameters that ranks split at the least cost, by patterns, and its equal blocks."""
+    given = given_mode(step)
+    batch, _ = axes_of(given)
+
+    def mode(device_mesh: DeviceMesh) -> DataParallel:
+        roles: dict[str, str | tuple[str, ...]] = {"batch": batch, "tensor": TENSOR}
+        return DataParallel(mesh=device_mesh, axes=roles, inputs=given.inputs, input_batch_dim=given.input_batch_dim)
+
+    fewer, named, counts = shortened(step, args, kwargs)
+    program = captured(step, mode, fewer, named, {batch: _SAMPLED, TENSOR: _SAMPLED})
+    found: dict[str, int] = {}
+    for name, dim in (recipe(program, axis=1) or {}).items():  # of equal blocks, the last one's stands for all
+        block = next((each for each in counts if name.startswith(f"{each.rpartition('.')[0]}.")), "")
+        container = block.rpartition(".")[0]
+        found[f"{container}.*.{name[len(container) + 1 :].partition('.')[2]}" if block else name] = dim
+    return program, found, counts
 
 
 def _counted(found: list[Section], counts: Mapping[str, int]) -> list[Section]:

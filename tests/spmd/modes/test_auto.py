@@ -12,7 +12,11 @@ from torch import Tensor, nn
 import passes
 import spmd
 from passes.analysis.collective_algorithms import BUILT_IN
-from tests.harness.cases import MLP, NARROW
+from passes.communication.bucket_sizes import MAX_BYTES
+from passes.schedule.rates import BUILT_IN_CPU
+from spmd.modes import adapt
+from spmd.modes.adapt import corrected, ratios_of
+from tests.harness.cases import NARROW
 from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
@@ -86,9 +90,8 @@ def differs(rank: int, world: int, case: Case, options: dict[str, Any]) -> tuple
     return all_unequal(plain_run(case, world, 5), got, rank, world), mode.style
 
 
-@pytest.mark.parametrize("case", [NARROW, MLP(optimizer="AdamW")], ids=["uneven", "even"])
-def test_numbers_are_those_of_one_process_and_ranks_agree(ranks: Ranks, case: Case) -> None:
-    found = ranks.run(2, differs, case, {})
+def test_numbers_are_those_of_one_process_and_ranks_agree(ranks: Ranks) -> None:
+    found = ranks.run(2, differs, NARROW, {})
     assert [lines for lines, _ in found] == [[], []]
     assert len({style for _, style in found}) == 1
 
@@ -96,3 +99,58 @@ def test_numbers_are_those_of_one_process_and_ranks_agree(ranks: Ranks, case: Ca
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match='or text such as "600MB"'):
         spmd.Auto(memory="much")
+
+
+def test_ranks_add_up_what_they_measured_and_correct_the_table() -> None:
+    mine, other = {"matmul": (1.0, 3.0), "memory": (1.0, 100.0)}, {"matmul": (1.0, 1.0), "communication": (0.0, 1.0)}
+    ratios = ratios_of([mine, other])
+    assert ratios == {"matmul": 2.0, "memory": 8.0}  # by no more than 8; nothing is known of communication
+    assert ratios_of([other, mine]) == ratios
+    program = after_steps(spmd.Auto()).program
+    table = corrected(program, BUILT_IN, ratios | {"communication": 3.0})
+    assert table.compute["matmul float32"] == BUILT_IN_CPU["matmul float32"] / 2
+    (one, *_), (was, *_) = (next(iter(each.links[0].curves.values())) for each in (table, BUILT_IN))
+    assert (one.bytes, one.seconds, one.cpu) == (was.bytes, 3 * was.seconds, 3 * was.cpu)
+
+
+def losses(rank: int, mode: spmd.Auto) -> tuple[Any, list[float]]:
+    """The step, and what its calls return, on rows of this rank's own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step, draw = spmd.compile(train_step, parallel_mode=mode), torch.Generator().manual_seed(rank)
+    rows = [torch.randn(4, 256, generator=draw, dtype=torch.float64) for _ in range(21)]
+    return step, [float(step(model, optimizer, each)) for each in rows]
+
+
+def adapts(rank: int, world: int, longer: bool) -> tuple[list[float], list[float], list[str], set[int]]:
+    """Losses with and without ``adapt``, where other buckets are estimated better; the reasons, the note; the sizes."""
+    estimated = iter([1.0, 0.99, 0.5, 0.99, 0.99] if rank == 0 else [1.0, 0.5, 0.6, 0.99, 0.99])
+    seconds = iter([1.0, 2.0 if longer else 1.0])
+    _, plain = losses(rank, spmd.Auto())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapt, "_seconds", lambda *_: next(estimated))
+        patch.setattr(adapt.Adapting, "took", property(lambda _: next(seconds)))
+        step, adapted = losses(rank, spmd.Auto(adapt=True))
+    reasons = [each.reason for each in step.recompiles().programs]
+    sizes = {each.max_bytes for each in step.options.pipeline if hasattr(each, "max_bytes")}
+    return plain, adapted, [*reasons, step.program.notes[-1]], sizes
+
+
+@pytest.mark.parametrize("longer", [False, True], ids=["stays", "goes back"])
+def test_another_schedule_takes_over_on_all_ranks_and_leaves_all_bits(ranks: Ranks, longer: bool) -> None:
+    one, other = ranks.run(2, adapts, longer)
+    for plain, adapted, (*reasons, note), sizes in (one, other):
+        assert adapted == plain
+        assert [each.startswith("calls were measured") for each in reasons].count(True) == 1 + longer
+        assert sizes == ({MAX_BYTES} if longer else {MAX_BYTES // 25})
+        assert "another schedule is estimated to save 40%" in note
+        assert ("back to the schedule before" in note) is longer
+    assert one[2] == other[2]
+
+
+def test_what_cannot_be_measured_is_not_adapted() -> None:
+    with pytest.raises(ValueError, match="expected no micro_batches with adapt=True"):
+        spmd.Auto(adapt=True, micro_batches=2)
+    with pytest.raises(ValueError, match=r"expected no passes= with spmd.Auto\(adapt=True\)"):
+        spmd.compile(train_step, parallel_mode=spmd.Auto(adapt=True), passes=())
