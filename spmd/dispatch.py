@@ -22,7 +22,7 @@ from .call.call import Call
 from .call.compare_arguments import describe_shapes
 from .call.found import with_found
 from .call.initial_state import Idle
-from .call.refuse_saves import standing_of_refused
+from .call.refuse_saves import refusal_of
 from .call.rng import describe_seed
 from .call.state import ArgumentReader, Arguments
 from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, inputs_of, restore, splits_of
@@ -130,7 +130,7 @@ class Dispatch:
             ranks = None if turn.compiled or turn.call is None else self.ranks_of(turn.call)
         assert turn.call is not None
         if ranks:
-            turn.connection = ranks.connect(self.name, standing_of_refused(turn.call.given))
+            turn.connection = ranks.connect(self.name, *refusal_of(turn.call.given))
         try:
             self._agree(turn)
         except ProgramsDifferError as error:

@@ -18,7 +18,7 @@ from passes.runtime.rooms import RoomExceededError
 
 from ._torch import DisableTorchFunctionSubclass, get_proxy_mode
 from .call.call import Call
-from .call.refuse_saves import RefusedSaves
+from .call.refuse_saves import RefusedSaves, refusal_of
 from .call.rng import kept_on
 from .call.state import Arguments
 from .call.unequal_rows import UnequalRows
@@ -34,7 +34,8 @@ from .modes.adapt import Adapting
 from .modes.auto import Auto
 from .options import Options
 from .profile import Profile
-from .ranks.consensus import all_or_none, notify, standing_of, standing_of_state
+from .ranks.consensus import all_or_none, notify, standing_of
+from .ranks.failures import StateIs
 from .ranks.standing import StateError
 from .recorder import Recorder
 from .state.background_reads import READS
@@ -372,15 +373,18 @@ class CompiledStep(Generic[P, R]):
         """Let state dicts raise while state is not whole, or not that of the other ranks."""
         if turn.call is None:
             return
-        standing, why = standing_of_state(turn.connection), ""
+        if isinstance(error, StateError) and refusal_of(turn.call.given)[0] is not None:
+            return  # the refusal knows more
+        standing, why, partly = standing_of(turn.connection), "", ""
         if isinstance(error, StateError):
             standing, why = error.standing, str(error)
-        why = standing.partly or why
+        elif turn.state is StateIs.MIXED:
+            why = partly = standing.take(has_updated=not turn.is_distributing)
         has_failed = turn.connection is not None and turn.connection.is_closed
         if not (why or (has_failed and self._refused is None)):
             return
         self._allow_saves()
-        self._refused = RefusedSaves(turn.call.given, why, standing)
+        self._refused = RefusedSaves(turn.call.given, why, standing, partly)
 
     def _allow_saves(self) -> None:
         if self._refused is not None:

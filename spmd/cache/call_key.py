@@ -34,6 +34,7 @@ from ..annotations.chosen_units import ChosenUnits
 from ..annotations.contract import state
 from ..annotations.resolve import Ignored
 from ..call.call import Call
+from ..call.inputs import is_apart
 from ..call.state import SCHEDULER_NOTES, StateRef, attached_to, is_live, submodules_of
 from ..guards.guards import torch_settings
 from ..guards.leaves import firsts_of
@@ -96,6 +97,7 @@ def _leaf(value: Any, describer: Describer) -> Iterator[Any]:
             list(value.shape),
             str(value.device),
             value.requires_grad,
+            is_apart(value),
             attached,
         )
     elif isinstance(value, _PLAIN) or value is None:

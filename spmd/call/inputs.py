@@ -23,6 +23,11 @@ def is_index(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.int64, torch.int32)
 
 
+def is_apart(tensor: torch.Tensor) -> bool:
+    """Whether it has neither a graph that made it nor a gradient, as its fake in a trace."""
+    return tensor.is_leaf and tensor.grad is None
+
+
 @dataclass(frozen=True, eq=False)
 class BatchInput:
     """One tensor argument with its placement; ``shape`` is the global one.

@@ -19,12 +19,13 @@ from .state import Arguments
 class RefusedSaves:
     """``state_dict`` of the modules and optimizers of a call raises ``why``, until all of them have loaded another.
 
-    Then, or with ``allow``, they can be saved again; their ``standing`` starts anew once they have loaded. With an
-    empty ``why`` they can be saved all the time: the state of this rank is whole, but all ranks may go back to another.
+    Then, or with ``allow``, they can be saved again; the ``standing`` of this rank starts anew once they have loaded.
+    With an empty ``why`` they can be saved all the time: the state of this rank is whole, but all ranks may go back to
+    another. ``partly``: why theirs, and no other state, is partly updated.
     """
 
-    def __init__(self, given: Arguments, why: str, standing: Standing) -> None:
-        self.why, self.standing = why, standing
+    def __init__(self, given: Arguments, why: str, standing: Standing, partly: str = "") -> None:
+        self.why, self.standing, self.partly = why, standing, partly
         owners = _owners(given)
         self._owners = [weakref.ref(owner) for owner in owners]
         self._waiting = {id(owner) for owner in owners}
@@ -77,9 +78,19 @@ def readable() -> Iterator[None]:
         _is_readable = before
 
 
-def standing_of_refused(given: Arguments) -> Standing | None:
-    """The standing of the state of a call, if it must not be saved; else None."""
-    return next((refused.standing for refused in list(_all) if refused.concerns(given)), None)
+def allow_all(given: Arguments) -> None:
+    """Let the state of a call be saved again, which has been made whole, whichever step refused it."""
+    owners = set(map(id, _owners(given)))
+    for refused in list(_all):
+        if all(ref() is None or id(ref()) in owners for ref in refused._owners):
+            refused.allow()
+
+
+def refusal_of(given: Arguments) -> tuple[Standing | None, str]:
+    """The standing of the state of a call, and why that is partly updated, if it must not be saved; else nothing."""
+    found = [refused for refused in list(_all) if refused.concerns(given)]
+    first = next((refused for refused in found if refused.partly), found[0] if found else None)
+    return (first.standing, first.partly) if first is not None else (None, "")
 
 
 def _owners(given: Arguments) -> list[Any]:

@@ -266,6 +266,10 @@ def _names(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[
 
 
 def _key(entry: Any) -> str:
+    if isinstance(getattr(entry, "key", None), torch.Tensor):
+        raise CaptureError(
+            "an argument is a dict with tensors for keys, and a step gets others in their place. Take names for keys"
+        )
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

@@ -47,7 +47,8 @@ class StateSwap:
         self.groups: list[
             tuple[str, int, dict[str, Any], dict[str, Any]]
         ] = []  # (optimizer, index, group, its entries)
-        self.by_id = {id(slot.get()): fake for slot, fake in self.pairs}
+        self.live_and_fakes = [(slot.get(), fake) for slot, fake in self.pairs]
+        self.by_id = {id(live): fake for live, fake in self.live_and_fakes}
         self.pending: set[str] = set()  # parameters whose last backward pass ran inside of ``no_sync``
         self._step_runs = False
 

@@ -53,6 +53,7 @@ from .symbolic_math import symbolic_math
 from .tensor_attributes import constant_attributes
 from .values.ctc_loss import LengthsAsTensors
 from .values.flex_attention import flex_attention_as_ops
+from .values.live_ids import ids_of_live_state
 from .values.number_arguments import NumberArguments
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text
@@ -122,7 +123,8 @@ class Trace:
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(TensorCopies())
             stack.enter_context(LengthsAsTensors())
-            stack.enter_context(WatchedFunctions(self.call.inputs, swap.fake_of.values(), self.reads))
+            watched = WatchedFunctions(self.call.inputs, fakes.tensors, swap.fake_of.values(), self.reads)
+            stack.enter_context(watched)
             stack.enter_context(flex_attention_as_ops())
             self.number_arguments = stack.enter_context(NumberArguments(self.number_arguments)).calls
             scalar_indices = stack.enter_context(ScalarIndices())
@@ -134,6 +136,7 @@ class Trace:
             stack.enter_context(mixed_precision(self.call))
             stack.enter_context(recorder)  # the outermost mode: no other Python code runs inside of an op
             result = self._call_function(fakes, swap)
+            watched.joined.clear()  # the step has ended
             self.cleared_first = frozenset(cleared.names)
             set_data.check_end()
             scalar_indices.check_end()
@@ -162,6 +165,7 @@ class Trace:
             self.reads.refusals.refused_streams(),
             refused_clocks(),
             tensors_as_text(),
+            ids_of_live_state(swap.live_and_fakes),
         ):
             result = self.function(*args, **kwargs)
         self.entries = list(containers.changes(names))
@@ -237,6 +241,7 @@ def _torch_settings() -> Iterator[None]:
         no_causal_mask_detection(),
         symbolic_math(),
         _without_mkldnn(),
+        _without_flat_weights(),
         torch.autograd.set_multithreading_enabled(False),
     ):
         yield
@@ -263,3 +268,14 @@ def _without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch.backends.mkldnn.enabled = before
+
+
+@contextmanager
+def _without_flat_weights() -> Iterator[None]:
+    """Leave the weights of recurrent modules where they are: on CUDA each forward may ask for their addresses."""
+    before = torch.nn.RNNBase.flatten_parameters
+    torch.nn.RNNBase.flatten_parameters = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.RNNBase.flatten_parameters = before  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from passes import CaptureError
 from .._torch import TreeSpec
 from ..call.argument_logs import Log
 from ..call.grad_scaler import Settings
-from ..call.inputs import is_index
+from ..call.inputs import is_apart, is_index
 from ..call.state import Arguments, StateRef
 from .attached import Attributes, are_same, described, named_of
 from .equality import structurally_equal
@@ -39,6 +39,7 @@ class TensorSpec:
     attached: Attributes = field(default_factory=dict, compare=False)  # the user's, as ``named_of`` has them
     named: frozenset[str] = field(default=frozenset(), compare=False)  # names of those that count
     is_contiguous: bool = field(default=False, compare=False)  # where the step asks for strides
+    is_apart: bool = field(default=True, compare=False)  # it has no graph and no gradient
 
     def matches(self, value: Any) -> bool:
         """Whether ``value`` is a tensor with these properties."""
@@ -51,6 +52,7 @@ class TensorSpec:
             and value.device == self.device
             and are_same(self.attached, value, self.named)
             and (not self.is_contiguous or value.is_contiguous())
+            and is_apart(value) is self.is_apart
         )
 
 
@@ -227,7 +229,7 @@ def expectation(value: Any, named: frozenset[str] = frozenset(), contiguous: Col
     """
     if isinstance(value, torch.Tensor):
         properties = type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad
-        return TensorSpec(*properties, named_of(value, named), named, is_index(value) in contiguous)
+        return TensorSpec(*properties, named_of(value, named), named, is_index(value) in contiguous, is_apart(value))
     if isinstance(value, Log):
         return Log(type(value.container)(), value.path)  # an empty one, that keeps nothing alive
     return Settings.of(value) if isinstance(value, GradScaler) else value
@@ -246,7 +248,8 @@ def describe(expected: Any) -> str:
         grad = ", requires_grad" if expected.requires_grad else ""
         attached = f", with {described(expected.attached)}" if expected.attached else ""
         dtype = str(expected.dtype).removeprefix("torch.")
-        return f"{dtype}{list(expected.shape)} on {expected.device}{grad}{attached}"
+        joined = "" if expected.is_apart else ", with a graph or a gradient"
+        return f"{dtype}{list(expected.shape)} on {expected.device}{grad}{joined}{attached}"
     if isinstance(expected, (AnyNumber, AnyValue)):
         return f"any {expected.kind.__name__}"
     return type(expected).__name__ if isinstance(expected, (nn.Module, torch.optim.Optimizer)) else repr(expected)

@@ -8,6 +8,8 @@ import torch
 
 from .._torch import FakeTensor, tree_flatten
 
+_PLAIN: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
 
 def is_traced(value: Any) -> bool:
     """Whether the graph computes ``value``."""
@@ -22,3 +24,9 @@ def holds_fakes(value: Any) -> bool:
 def holds_traced(value: Any) -> bool:
     """Whether there is a traced value anywhere in nested lists, tuples and dicts."""
     return any(is_traced(leaf) for leaf in tree_flatten(value)[0])
+
+
+def is_instance(value: Any, kinds: Any) -> bool:
+    """``isinstance`` for the user's code: a number that the graph computes is one of Python's in each call."""
+    plain = _PLAIN.get(type(value))
+    return isinstance(value, kinds) or (plain is not None and issubclass(plain, kinds))

@@ -14,9 +14,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from ..interpreter.interrupts import deferred_signals
 from .failures import Failure, FailureBoard, StateIs
 from .members import Members
 from .patience import LateError, Patience
-from .standing import WAY_OUT, Standing, StateError, check_equal
+from .standing import PARTLY, WAY_OUT, Standing, StateError, check_equal
 from .watched_store import WatchedStore
 from .world import ranks_of_part, restarts
 
@@ -189,9 +189,13 @@ class Connection:
         if self.board.has_any():
             raise PeerLostError("the call of another rank failed")
 
-    def compare(self, what: str, recovers: bool) -> None:
-        """Find out how the state of every rank stands, and whether all ranks have come to recover it."""
-        gathered = map(json.loads, self.all_gather_text(json.dumps([recovers, asdict(self.standing)]), what))
+    def compare(self, what: str, recovers: bool, partly: str) -> None:
+        """Find out how the state of every rank stands, and whether all ranks have come to recover it.
+
+        ``partly``: why that of this call is partly updated.
+        """
+        own = replace(self.standing, partly=partly or self.standing.partly)
+        gathered = map(json.loads, self.all_gather_text(json.dumps([recovers, asdict(own)]), what))
         purposes, standings = zip(*gathered, strict=True)
         self.all_recover, self.standings = all(purposes), [Standing(**standing) for standing in standings]
 
@@ -239,9 +243,13 @@ class _Ranks:
             return
         found, self.standing = self.open_connection(), standing
         if found is not None:
-            error = StateError(f"this state is {standing.describe()}, of an earlier process group. {WAY_OUT}", standing)
-            found.fail(error, StateIs.BEFORE)
-            raise error
+            self.refuse(found, f"{standing.describe()}, of an earlier process group")
+
+    def refuse(self, found: Connection, state: str) -> NoReturn:
+        """Raise ``StateError`` for a ``state`` that the ranks connected without; the others raise, too."""
+        error = StateError(f"this state is {state}. {WAY_OUT}", self.standing)
+        found.fail(error, StateIs.BEFORE)
+        raise error
 
 
 _known: dict[tuple[str, ...], _Ranks] = {}  # by the names of the user's groups
@@ -255,11 +263,13 @@ def connect(
     what: str,
     *,
     carried: Standing | None = None,
+    partly: str = "",
     to_recover: bool = False,
 ) -> Connection:
     """The open connection of the ranks ``members``, else a new one. ``theirs``: the user's groups, one per axis.
 
-    ``carried``: the standing of state that was refused, maybe among the ranks of an earlier process group.
+    ``carried``: the standing of state that was refused, maybe among the ranks of an earlier process group; ``partly``:
+    why it is partly updated, if it is.
 
     Waits for all ranks to come to ``what``. Raises ``RankMismatchError`` if one does not come or fails meanwhile, and
     ``StateError`` if the state of the ranks is not whole or not the same, unless all of them come ``to_recover`` it.
@@ -268,6 +278,8 @@ def connect(
     if carried is not None:
         known.carry_over(carried)
     if (found := known.open_connection()) is not None:
+        if partly and not to_recover:
+            known.refuse(found, f"{PARTLY} ({partly})")
         return found
     longest = min(map(timeout_of, theirs))
     known.connection = None
@@ -279,7 +291,7 @@ def connect(
             arrivals = rendezvous.arrive()
         made = rendezvous.connect(arrivals, longest, known)
     try:
-        made.compare(what, to_recover)
+        made.compare(what, to_recover, partly)
     except BaseException as error:
         made.fail(error, StateIs.BEFORE)
         if isinstance(error, (PeerLostError, LateError)):

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from .connection import Connection, connect, report_interrupt
 from .failures import StateIs, described
 from .members import Members
 from .patience import LateError
+from .printed_errors import leave_to_first_rank
 from .simulated import simulated
 from .standing import ALONE, Standing
 from .world import axis_names
@@ -73,15 +74,16 @@ class MeshRanks:
         members = Members(tuple(mesh.mesh.flatten().tolist()), tuple((names[k], mesh.size(k)) for k in several))
         return cls(tuple(map(mesh.get_group, several)), members, timeout)
 
-    def connect(self, what: str, carried: Standing | None = None) -> Connection | None:
+    def connect(self, what: str, carried: Standing | None = None, partly: str = "") -> Connection | None:
         """The connection of these ranks, which all of them make together; None where there is one rank only.
 
-        ``carried``: the standing of state that was refused, maybe among the ranks of an earlier process group.
+        ``carried``: the standing of state that was refused, maybe among the ranks of an earlier process group;
+        ``partly``: why it is partly updated, if it is.
         """
         if self.groups:
-            return connect(self.groups, self.members, self.timeout, what, carried=carried)
+            return connect(self.groups, self.members, self.timeout, what, carried=carried, partly=partly)
         if carried is not None:
-            carried.check()
+            carried.check(partly)
         return None
 
     def report_interrupt(self, what: str, error: BaseException) -> None:
@@ -167,18 +169,6 @@ def notify(connection: Connection | None, what: str, error: BaseException, state
 def standing_of(connection: Connection | None) -> Standing:
     """How the state of this rank stands among those of ``connection``."""
     return ALONE if connection is None else connection.standing
-
-
-def standing_of_state(connection: Connection | None) -> Standing:
-    """The standing of the state of a call that failed, to be kept with that state.
-
-    On a rank that runs by itself no other state is concerned: steps of other models go on.
-    """
-    if connection is not None:
-        return connection.standing
-    own = replace(ALONE)
-    ALONE.restore(own.updates)
-    return own
 
 
 @contextmanager
@@ -272,9 +262,7 @@ class Agreement:
         self._is_reported = True
         if self.connection is None:
             return [values]
-        with notifying(self.connection, self.what):
-            texts = self.connection.all_gather_text(json.dumps(values), f"the end of compiling {self.what}")
-        gathered = [json.loads(text) for text in texts]
+        gathered = self._gather(values, self.connection)
         for rank, (state, detail, *_) in zip(self.connection.members.ranks, gathered, strict=True):
             if state == "failed":
                 raise RankMismatchError(f"{self.what} was not compiled on any rank, since rank {rank} failed: {detail}")
@@ -282,9 +270,18 @@ class Agreement:
 
     def report_failure(self, error: Exception) -> None:
         """Let the others know, in the exchange that comes next, that this rank failed."""
-        if not self._is_reported and self.connection is not None:
-            with suppress(RankMismatchError):  # of another rank that failed, or of this one
-                self._all_gather(["failed", f"{type(error).__name__}: {error}"[:_COMPARED]])
+        if self._is_reported or self.connection is None:
+            return
+        own = ["failed", f"{type(error).__name__}: {error}"[:_COMPARED]]
+        with suppress(RankMismatchError):  # the connection is lost
+            first, *_ = self._gather(own, self.connection)
+            if first == own and not self.is_first_rank:
+                leave_to_first_rank(error, self.members[0], dist.get_rank())
+
+    def _gather(self, values: list[Any], connection: Connection) -> list[Any]:
+        with notifying(connection, self.what):
+            texts = connection.all_gather_text(json.dumps(values), f"the end of compiling {self.what}")
+        return [json.loads(text) for text in texts]
 
 
 _calls = 0  # the number of the last call, of any step

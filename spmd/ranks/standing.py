@@ -27,10 +27,19 @@ class Standing:
     updates: int = 0
     partly: str = ""
 
-    def check(self) -> None:
-        """Raise ``StateError`` if state is partly updated."""
-        if self.partly:
-            raise StateError(f"the state is {PARTLY}: {self.partly}. {WAY_OUT}", self)
+    def check(self, partly: str = "") -> None:
+        """Raise ``StateError`` if state is partly updated; ``partly``: that of a call in particular."""
+        if partly or self.partly:
+            raise StateError(f"the state is {PARTLY}: {partly or self.partly}. {WAY_OUT}", self)
+
+    def take(self, has_updated: bool) -> str:
+        """Why state is partly updated, to be kept with the models it belongs to: all other state is whole.
+
+        ``has_updated``: the other ranks count the update that was not ended here.
+        """
+        partly, self.partly = self.partly, ""
+        self.updates += has_updated
+        return partly
 
     def describe(self) -> str:
         """The standing in words."""

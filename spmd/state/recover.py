@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -12,10 +13,10 @@ from passes.ir.program import is_pending, is_sharded
 
 from .._torch import local_tensor
 from ..call.call import Call
-from ..call.refuse_saves import standing_of_refused
+from ..call.refuse_saves import allow_all, refusal_of
 from ..call.state import Slot
 from ..ranks.connection import Connection, connect
-from ..ranks.consensus import MeshRanks, standing_of
+from ..ranks.consensus import MeshRanks, agree_on_program, identity_of, notifying, standing_of
 from ..ranks.standing import Standing, StateError
 from .equal_on_ranks import broadcast_along
 
@@ -27,14 +28,14 @@ def recover(call: Call, ranks: MeshRanks, what: str, is_edited: bool = False) ->
 
     Raises ``SpmdError`` on all ranks, and changes nothing, where no rank has it whole, or where it is split.
     """
-    carried = standing_of_refused(call.given)
+    carried, partly = refusal_of(call.given)
     if not ranks.groups:
         standing = carried or standing_of(None)
-        if standing.partly:
-            why = f"{what} cannot recover: its state is partly updated ({standing.partly}), and there is no other rank"
+        if partly := partly or standing.partly:
+            why = f"{what} cannot recover: its state is partly updated ({partly}), and there is no other rank"
             raise StateError(f"{why}. Load a checkpoint into model and optimizer", standing)
         return
-    connection = _connection(ranks, what, carried)
+    connection = _connection(ranks, what, carried, partly)
     whole = [(each.updates, rank) for rank, each in enumerate(connection.standings) if not each.partly]
     is_equal = len(whole) == len(connection.standings) and len({updates for updates, _ in whole}) == 1
     if is_equal and not is_edited:
@@ -48,16 +49,26 @@ def recover(call: Call, ranks: MeshRanks, what: str, is_edited: bool = False) ->
             _copy(local_tensor(slot.get()), call, source)
     _copy_numbers(call, connection, source, what)
     connection.standing.restore(updates)
+    allow_all(call.given)
 
 
-def _connection(ranks: MeshRanks, what: str, carried: Standing | None) -> Connection:
-    """Connect to the other ranks, once all of them have come to recover: one may still make a call, which raises."""
+def _connection(ranks: MeshRanks, what: str, carried: Standing | None, partly: str) -> Connection:
+    """Connect to the other ranks, once all of them have come to recover: one may still make a call, which raises.
+
+    Steps of other models may have connected the ranks since the call that failed, so they compare their state anew.
+    """
     purpose = f"recover() of {what}"
+    connect_anew = partial(connect, ranks.groups, ranks.members, ranks.timeout, purpose, to_recover=True)
     while True:
         try:
-            return connect(ranks.groups, ranks.members, ranks.timeout, purpose, carried=carried, to_recover=True)
+            connection = connect_anew(carried=carried, partly=partly)
         except StateError:
             continue
+        agree_on_program(connection, purpose, identity_of(purpose, ""), lambda: [purpose], ranks.timeout)
+        with notifying(connection, purpose):
+            connection.compare(purpose, recovers=True, partly=partly)
+        connection.is_in_call = False
+        return connection
 
 
 def _is_of_one_rank(slot: Slot, call: Call) -> bool:

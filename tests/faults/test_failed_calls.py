@@ -163,6 +163,44 @@ def test_state_that_is_partly_updated_is_refused_until_it_is_whole_again(ranks: 
     assert differ == differ_too == []
 
 
+def raises_late() -> None:
+    """Fail when the other rank has surely ended its update."""
+    time.sleep(0.5)
+    faults.raises()
+
+
+def trains_another(rank: int, world: int, style: str) -> tuple[list[str], list[str]]:
+    """Rank 1 fails after its first writes; another model trains on, and that one is refused until it is whole."""
+    broken, other = Trial(rank, world, style), Trial(rank, world, style)
+    for each in (broken, other):
+        each.call(0)
+        each.call(1)
+    saved = tree_map(clone, [each.state_dict() for each in broken.objects])
+    messages = [broken.failing(2, Fault(raises_late, 0.999) if rank == 1 else None)[0]]
+    if not messages[0]:  # this rank ended that call, and learns of it in the next
+        messages = [other.failing(2, None)[0]]
+    for k in range(2, 4):
+        other.call(k)
+        messages.append(broken.failing(2, None)[0])
+    differ = other.unequal(5, other.call(4))
+    if style == "replicate":
+        broken.step.recover()
+    else:
+        for each, state in zip(broken.objects, saved, strict=True):
+            each.load_state_dict(state)
+    for k in range(3 if style == "replicate" else 2, 5):
+        result = broken.call(k)
+    return messages, differ + broken.unequal(5, result)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_steps_of_other_models_go_on_where_one_is_partly_updated(ranks: Ranks, style: str) -> None:
+    for messages, differ in ranks.run(2, trains_another, style, timeout=90):
+        assert len(messages) == 3 and all("partly updated" in message for message in messages)
+        assert all("StateError" in message for message in messages[1:])
+        assert differ == []
+
+
 def dies(rank: int, world: int, style: str, transport: str, report: Path) -> None:
     with communicating(rank, transport):
         trial = Trial(rank, world, style)

@@ -1,4 +1,4 @@
-"""Functions that ask for more of a tensor than a trace knows: its strides, its address, its largest value."""
+"""Functions that ask for more of a tensor than a trace knows: strides, its address, its graph, its largest value."""
 
 from __future__ import annotations
 
@@ -10,23 +10,33 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..._torch import TorchFunctionMode
-from ...call.inputs import BatchInput, is_index
+from ...call.inputs import BatchInput, is_apart, is_index
 from ...python_state.reads import Reads
 from ..unsupported import Refused
 from .known_values import known_value
 
 _STRIDES = {Tensor.is_contiguous, Tensor.stride, Tensor.as_strided, torch.as_strided}
+_JOINED: tuple[Any, ...] = (Tensor.grad, Tensor.is_leaf, Tensor.grad_fn)  # what an argument has of its graph
 
 
 class WatchedFunctions(TorchFunctionMode):
     """Notes in ``reads`` that the step asks for strides. Raises ``Refused`` if an argument is not contiguous then.
 
+    Or if it asks for the gradient or the graph of one of the ``arguments``, fakes of ``inputs``, that came with one.
     Gradients have the strides of their ``parameters``, as these have their own; and what is made of indices, such as
     rows of an embedding, has none of theirs.
     """
 
-    def __init__(self, inputs: Sequence[BatchInput], parameters: Collection[Tensor], reads: Reads) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[BatchInput],
+        arguments: Sequence[Tensor],
+        parameters: Collection[Tensor],
+        reads: Reads,
+    ) -> None:
         super().__init__()
+        pairs = zip(inputs, arguments, strict=True)
+        self.joined = {id(fake): each.name for each, fake in pairs if not is_apart(each.value)}
         self._reads, self._strided = reads, [x for x in inputs if not x.value.is_contiguous()]
         self._parameters = parameters
 
@@ -37,6 +47,12 @@ class WatchedFunctions(TorchFunctionMode):
         if func is Tensor.data_ptr:
             raise Refused(
                 "it asks for the address of a tensor, and a compiled step has its own. Ask whether two are one by `is`."
+            )
+        if self.joined and func.__name__ == "__get__" and func.__self__ in _JOINED and id(args[0]) in self.joined:
+            name = self.joined[id(args[0])]
+            raise Refused(
+                f"it asks for the gradient or the graph of its argument {name}, which has one from before the step. "
+                f"Pass {name}.detach()."
             )
         classes = (kwargs or {}).get("num_classes", args[1] if len(args) > 1 else -1)
         if func is F.one_hot and classes == -1 and known_value(given[0]) is None:

@@ -16,6 +16,7 @@ import collections
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS, tree_flatten
 from ...call.state import is_replaced
 from ...interpreter.foreign_code import is_foreign_code, is_foreign_module, is_importing
-from ..traced import holds_fakes
+from ..traced import holds_fakes, is_instance
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
 from .changes import Change
 from .clocks import is_clock, refusing
@@ -38,7 +39,7 @@ from .global_reads import GlobalReads, globals_in, names_in
 from .journals import Journals, Recording
 from .namespaces import Namespaces
 from .new_objects import NewObjects
-from .read_sites import MISSING, ReadSite, Reference, is_plain
+from .read_sites import MISSING, KeyReference, ReadSite, Reference, is_plain
 from .refusing import Refusals
 from .snapshots import CONTAINERS, ContainerSnapshot, FieldsSnapshot, containers_in, content_of, items_of
 
@@ -239,8 +240,17 @@ class Reads:
         for name in names_in(code, "IMPORT_NAME"):
             self._follow(sys.modules.get(name), name)
         for holder, key, where in globals_in(code, variables):
-            self._note("item", holder, key, f"the global {key} of {where}")
+            if holder.get(key) is not is_instance:
+                self._note("item", holder, key, f"the global {key} of {where}")
+        self._answer_isinstance(code, variables)
         return True
+
+    def _answer_isinstance(self, code: types.CodeType, variables: dict[str, Any]) -> None:
+        """Let the user's code see numbers of Python's where it asks: only its own, since torch asks for symbols."""
+        if "isinstance" in code.co_names and "isinstance" not in variables:
+            assert self._stack is not None, "code starts while it is traced"
+            variables["isinstance"] = is_instance
+            self._stack.callback(variables.pop, "isinstance", None)
 
     def _note_attribute(self, instance: Any, fields: dict[str, Any] | None, key: str) -> None:
         """Record an attribute where it lives: in ``fields``, the instance's dict, or in a class."""
@@ -327,6 +337,9 @@ class Reads:
                 self.containers[id(value)] = ContainerSnapshot(name, value, content_of(value), owned)
                 for index, item in items_of(value):
                     self._stand_in(Reference(name, value, index), item)
+                for each in [*value] if isinstance(value, dict) else []:
+                    if isinstance(each, torch.Tensor):
+                        self._stand_in(KeyReference(f"{name}, by parameter", value, [each]), each)
             for index, item in items_of(value):
                 if not is_plain(item):
                     self._follow(item, f"{name}[{index!r}]", owned, key)
@@ -348,12 +361,15 @@ class Reads:
     def _follow_object(self, value: Any, name: str, key: str) -> None:
         """Watch an object of the user's; those of Python's and torch's own classes are no settings."""
         cls = type(value)
+        for each in [*value] if isinstance(value, weakref.WeakKeyDictionary) else []:
+            self._stand_in(Reference(name, value), each)
         if value not in self._new:
             self._compared.note(value, name, key)
         if is_foreign_module(cls.__module__) and cls not in _SETTINGS:
             return
         self._reach(cls)
         if value not in self._new:
+            self._note("attribute", value, "__class__", f"the class of {name}")
             self._take_fields(value, name)
         if not self._attributes.watch(cls):
             for field_name in getattr(value, "__dict__", ()):

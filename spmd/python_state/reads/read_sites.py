@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +135,26 @@ class Reference:
             self.holder.put(value)
         else:
             self.holder[self.key] = value
+
+
+@dataclass(frozen=True, eq=False)
+class KeyReference(Reference):
+    """A key of a dict that is a state tensor; ``key``: a list with the one that is there now."""
+
+    def get(self) -> Any:
+        """The key; ``MISSING`` if it is gone."""
+        (key,) = self.key
+        return key if key in self.holder else MISSING
+
+    def put(self, value: Any) -> None:
+        """Put another tensor in its place, in the same order."""
+        (before,) = self.key
+        items = [(value if key is before else key, item) for key, item in dict.items(self.holder)]
+        write = OrderedDict.__setitem__ if isinstance(self.holder, OrderedDict) else dict.__setitem__
+        self.holder.clear()
+        for key, item in items:
+            write(self.holder, key, item)
+        self.key[:] = [value]
 
 
 def is_plain(value: Any) -> bool:

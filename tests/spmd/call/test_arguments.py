@@ -159,3 +159,19 @@ def test_a_dtensor_is_refused_with_what_to_pass(inputs: Any) -> None:
         step = spmd.compile(lambda model, x: model(x).sum(), parallel_mode=spmd.DataParallel(inputs=inputs))
         with pytest.raises(spmd.PlacementError, match=r"x is a DTensor, .* x\.to_local\(\), .*{'x': Shard\(0\)}"):
             step(nn.Linear(3, 2), x)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("read", [lambda x: x.is_leaf, lambda x: x.grad is None, lambda x: x.grad_fn is None])
+def test_an_argument_that_came_with_a_graph_or_a_gradient_is_refused_where_that_is_read(read: Any) -> None:
+    step = spmd.compile(lambda x: x.detach() * 2 if read(x) else x.detach() * 3)
+    leaf = torch.ones(4, requires_grad=True)
+    assert step(leaf).tolist() == [2] * 4
+    joined = leaf * 1
+    (joined * joined).sum().backward()
+    for each in (joined, leaf):
+        with pytest.raises(spmd.CaptureError, match=r"(?s)argument x, which has one.*Pass x\.detach\(\)"):
+            step(each)
+        assert step(each.detach().requires_grad_()).tolist() == [2] * 4
+    assert len(step.programs) == 1
+    assert spmd.compile(lambda x: x.detach() + 1)(joined).tolist() == [2] * 4

@@ -194,3 +194,11 @@ def test_masks_that_follow_from_no_input_are_known(plain: Any) -> None:
 def test_a_mask_with_a_value_of_an_input_is_not() -> None:
     with pytest.raises(spmd.CaptureError, match="depends on values"):
         spmd.compile(depends_on_values)(torch.randn(12, 3), torch.randn(12, 3))
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_of_a_recurrent_layer_are_not_asked_for_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each forward on CUDA does."""
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: [each.data_ptr() for each in self._flat_weights])
+    layer, x = nn.GRU(3, 4, batch_first=True).double(), torch.randn(2, 5, 3, dtype=torch.float64)
+    torch.testing.assert_close(spmd.compile(lambda layer, x: layer(x)[0])(layer, x), layer(x)[0])

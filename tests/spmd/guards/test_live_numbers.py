@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -383,3 +384,27 @@ def test_a_remainder_of_a_sum_is_read_at_each_call() -> None:
     for _ in range(8):
         assert torch.equal(compiled(torch.ones(3)), plain.step(torch.ones(3)))
     assert len(compiled.programs) == 4
+
+
+class Counts:
+    """A counter, an average and a flag, of which the step asks what they are."""
+
+    def __init__(self) -> None:
+        self.calls, self.mean, self.late = 0, 0.0, False
+
+    def step(self, x: Tensor) -> Tensor:
+        assert isinstance(self.calls, int) and not isinstance(self.calls, (float, Tensor))
+        assert isinstance(self.mean, (float, numbers.Number)) and isinstance(self.late, bool)
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.mean().item()
+        assert isinstance(self.mean, numbers.Real) and isinstance(x.sum().item(), float)
+        return x * self.calls if isinstance(self.calls, int) else x * 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_counter_and_a_value_are_is_what_they_are_in_the_plain_step() -> None:
+    plain, counts = Counts(), Counts()
+    step, x = spmd.compile(counts.step), torch.arange(4.0, dtype=torch.float64)
+    for _ in range(4):
+        torch.testing.assert_close(step(x), plain.step(x), rtol=1e-15, atol=0)
+    assert vars(counts) == pytest.approx(vars(plain)) and len(step.programs) <= 2

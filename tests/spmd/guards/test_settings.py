@@ -74,6 +74,13 @@ class HeirOfAll(Called):
     """Has nothing of its own."""
 
 
+class Another(Called):
+    """Does otherwise what its base does."""
+
+    def __len__(self) -> int:
+        return 3
+
+
 called, layer = HeirOfAll(), Layer()
 
 
@@ -130,6 +137,7 @@ CHANGES: dict[str, tuple[Step, Callable[[pytest.MonkeyPatch], None]]] = {
         lambda x: layer(x),
         lambda m: m.setattr(Layer, "__call__", lambda self, x: x + 2, raising=False),
     ),
+    "the class of an object": (lambda x: called(x), lambda m: m.setattr(called, "__class__", Another)),
     "an attribute before a base's": (
         lambda x: x * called.factor,
         lambda m: m.setattr(HeirOfAll, "factor", 3.0, raising=False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -226,3 +227,77 @@ def test_another_kind_of_number_compiles_another_program() -> None:
     del trainer.state["steps"]
     with pytest.raises(KeyError, match="steps"):
         step(x)
+
+
+class ByParameter:
+    """Scales and groups that are noted by parameter, or by its id, before the first call."""
+
+    def __init__(self, by_id: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.scales = OrderedDict((each, 1.0 / (k + 2)) for k, each in enumerate(self.model[0].parameters()))
+        self.names: dict[Any, str] = {each: name for name, each in self.model.named_parameters()}
+        self.ids = {id(each) for each in self.model.parameters() if each.ndim > 1} if by_id else set()
+        self.decay = 0.5
+        self.model[2].weight.register_post_accumulate_grad_hook(self.scale)
+
+    def scale(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(self.scales.get(parameter, 3.0))
+
+    def step(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        for each in self.model.parameters():
+            each.grad.mul_(self.scales.get(each, 1.0))
+            if self.ids and id(each) in self.ids:
+                each.grad.add_(each.detach(), alpha=self.decay)
+        for each, scale in self.scales.items():
+            each.grad.mul_(scale)
+        norms = {self.names[each]: each.grad.norm() for each in self.model.parameters()}
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norms
+
+
+def trained_by_parameter(rank: int, world: int, mode: Any, by_id: bool) -> None:
+    plain, trainer = ByParameter(by_id), ByParameter(by_id)
+    step = spmd.compile(parallel_mode=mode)(trainer.step)
+    for k in range(4):
+        x = torch.randn(4 if k < 2 else 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
+        (loss, norms), (one, others) = step(x.chunk(world)[rank]), plain.step(x)
+        torch.testing.assert_close(loss, one, rtol=1e-12, atol=0)
+        torch.testing.assert_close(norms, others, rtol=1e-12, atol=0)
+    assert [*trainer.scales] == [*trainer.model[0].parameters()] and trainer.names.keys() == {
+        *trainer.model.parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    "mode, by_id",
+    [
+        (spmd.DataParallel("replicate", shard_optimizer=True), True),
+        (spmd.DataParallel("replicate"), False),
+        (spmd.DataParallel("fully_shard"), False),
+    ],
+)
+def test_entries_are_found_by_parameter(ranks: Ranks, mode: Any, by_id: bool) -> None:
+    ranks.run(2, trained_by_parameter, mode, by_id)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_cannot_be_found_by_parameter_is_refused() -> None:
+    model, norms = nn.Linear(2, 2), dict[Any, Tensor]()
+    known = weakref.WeakKeyDictionary({model.weight: 2.0})
+
+    def writes(model: nn.Linear, x: Tensor) -> None:
+        norms[model.weight] = model(x).sum().detach()
+
+    with pytest.raises(spmd.CaptureError, match=r"changes the entries of .*norms.*Return the value"):
+        spmd.compile(writes)(model, torch.ones(1, 2))
+    assert not norms
+    with pytest.raises(spmd.CaptureError, match=r"known.*deque or weak dict"):
+        spmd.compile(lambda model, x: model(x) * known.get(model.weight, 1.0))(model, torch.ones(1, 2))
+    with pytest.raises(spmd.CaptureError, match=r"dict with tensors for keys.*names"):
+        spmd.compile(lambda model, of: of[model.weight])(model, {model.weight: 1.0})
