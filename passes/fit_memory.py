@@ -25,10 +25,12 @@ from .base import Pass
 from .communication.form_units import FormUnits
 from .default_passes import backend_of, table_of
 from .errors import MemoryBudgetError, PassError
+from .ir.bundle import Bundle
 from .ir.collectives import Kind
 from .ir.micro_batches import runs_of
 from .ir.program import Program, is_sharded
 from .ir.roles import Role
+from .memory.bundle_memory import bundle_memory
 from .memory.peak_memory import planned_memory
 from .memory.recompute import Recompute
 from .memory.temporaries import most_with_temporaries
@@ -72,9 +74,34 @@ def fit(
         return Fitted(program, tuple(pipeline), search.plain.peak, search.describe(None, budget))
     chosen = search.fastest(budget)
     if chosen is None:
-        raise MemoryBudgetError(_refusal(budget, search.least()))
+        raise MemoryBudgetError(refusal(budget, search.least()))
     fitted = chosen.way.of(program), search.pipeline(chosen)
     return Fitted(*fitted, search.peak(chosen), search.describe(chosen, budget))
+
+
+def bytes_of_stages(
+    program: Program, pipeline: Sequence[Pass], all_gather: AllGather, kept: Sequence[Program] = ()
+) -> int:
+    """What a pipeline holds on its device once the passes are through, on the rank that needs the most; collective."""
+    bundle: Bundle = run(program, pipeline, check=False).stages
+    (call,), device = bundle.calls, device_of(program)
+    memory = max(bundle_memory(bundle, call, k).planned.peak for k in range(len(bundle.calls[call])))
+    memory += max(_bytes_beside(each) for each in bundle.programs.values())
+    if device.type == "cpu":
+        graphs = [program, program, *bundle.programs.values(), *bundle.programs.values(), *kept]
+        memory += _NODE_BYTES * sum(len(each.graph.nodes) for each in graphs) + _COMPILING
+    return max(map(int, all_gather(str(memory))))
+
+
+def _bytes_beside(program: Program) -> int:
+    """What ops need while they run and the allocator keeps, beside what is planned."""
+    planned = sum(each.allocated for each in planned_memory(program).values())
+    return int(max(planned, most_with_temporaries(program, device_of(program))) * (1 + _GAPS)) - planned
+
+
+def describe_fit(schedule: str, peak: int, budget: int) -> str:
+    """The sentence for the report on a pipeline that fits."""
+    return f'memory: {_mega(peak)} planned of {_mega(budget)}, with schedule="{schedule}"'
 
 
 @dataclass(frozen=True)
@@ -270,7 +297,8 @@ def _gathers(node: fx.Node) -> bool:
     return (described.role, described.kind) == (Role.PARAMETER, Kind.ALL_GATHER)
 
 
-def _refusal(budget: int, least: int) -> str:
+def refusal(budget: int, least: int) -> str:
+    """The sentence for a budget below the ``least`` that a step runs with."""
     return (
         f"expected memory= to be at least {_mega(least)} per rank, with which this step runs, got {_mega(budget)}: "
         "pass a smaller batch, or split state over more ranks"

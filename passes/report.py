@@ -20,14 +20,19 @@ from torch import fx
 
 from .analysis.collective_algorithms import BUILT_IN
 from .analysis.collective_algorithms import Table as Costs
+from .ir.bundle import Bundle
 from .ir.collectives import Collective, Kind, input_bytes, moved
 from .ir.printer import short_dtype
 from .ir.program import Program
 from .measured import IslandTime, MeasuredTime, OpTime, collective_of
+from .memory.bundle_memory import bundle_memory
 from .memory.peak_memory import PlannedMemory, planned_memory
 from .page.render import render
+from .schedule.bundle_simulation import simulate_bundle
 from .schedule.critical_path import PathPart, critical_path, in_all
 from .schedule.estimate import estimate_runs
+from .schedule.lanes import Lane, lanes_of
+from .schedule.node_costs import device_of
 from .schedule.simulation import Timeline, TransferTime, in_turn
 from .trace import trace_events
 
@@ -123,7 +128,8 @@ class Report:
     it. ``reason``: why it was compiled, if that is known. ``notes``: messages for users, such as the ops that run
     replicated because they have no rule. ``memory``: by device, the planned peak of one rank, what it is made of, and
     what is largest then. ``islands``: what a compiler of kernels took, or left to aten; ``kernels``: their C++, no part
-    of ``to_dict``.
+    of ``to_dict``. ``lanes``: of a pipeline, what each rank along its axis does, as estimated, and ``bubble``: the part
+    of all ranks' time in which they wait.
     """
 
     name: str
@@ -140,6 +146,8 @@ class Report:
     reason: str = ""
     path: tuple[PathPart, ...] = ()
     islands: tuple[IslandTime, ...] = ()
+    lanes: tuple[Lane, ...] = ()
+    bubble: float = 0.0
     kernels: str = field(default="", repr=False, compare=False)
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     files: Callable[[], Mapping[str, str]] | None = field(default=None, repr=False, compare=False)
@@ -162,28 +170,25 @@ class Report:
 
         ``costs`` estimate the time, for the axes' backends or for this one.
         """
-        mesh, history = str(program.mesh), tuple(program.history)
-        runs = estimate_runs(program, costs, backend=backend)
-        every = tuple(one for each, timeline in runs for one in _every(each, timeline))
-        found = in_turn([timeline for _, timeline in runs if timeline is not None])
-        path = in_all(critical_path(each, timeline) for each, timeline in runs if timeline is not None)
-        traffic, memory = _traffic(every), planned_memory(program)
+        found = _simulated_stages(program, costs, backend) if program.stages else _simulated(program, costs, backend)
         return cls(
             program.name,
-            mesh,
-            traffic,
+            str(program.mesh),
+            _traffic(found.every),
             dict(seconds or {}),
             tuple(notes),
-            history,
-            every,
-            memory,
-            EstimatedTime.of(found) if found else None,
+            tuple(program.history),
+            found.every,
+            found.memory,
+            EstimatedTime.of(found.timeline) if found.timeline else None,
             tuple(passes),
             reason=reason,
-            path=path,
+            path=found.path,
             islands=tuple(islands),
+            lanes=found.lanes,
+            bubble=found.bubble,
             kernels=kernels,
-            timeline=found,
+            timeline=found.timeline,
         )
 
     def with_measured(self, program: Program, calls: Sequence[Mapping[str, float]]) -> Report:
@@ -258,7 +263,7 @@ class Report:
         """
         if self.timeline is None:
             raise ValueError(f"the report of {self.name} has no timeline: only that of a compiled step has one")
-        events = trace_events(self.timeline, self.name, {one.node: one for one in self.every})
+        events = trace_events(self.timeline, self.name, {one.node: one for one in self.every}, self.lanes)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
     @classmethod
@@ -275,7 +280,8 @@ class Report:
             name, mesh, reason = given["name"], given["mesh"], given.get("reason", "")
             path = tuple(PathPart(**each) for each in given.get("path", ()))
             islands = tuple(IslandTime(**each) for each in given.get("islands", ()))
-            times = estimated, passes, measured, reason, path, islands
+            lanes = tuple(Lane.from_dict(each) for each in given.get("lanes", ()))
+            times = estimated, passes, measured, reason, path, islands, lanes, given.get("bubble", 0.0)
             return cls(name, mesh, traffic, seconds, notes, history, every, memory, *times)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no report of this version: {error!r}") from error
@@ -302,6 +308,8 @@ class Report:
         parts: list[RenderableType] = [self._collectives()]
         if self.estimated is not None or self.measured is not None:
             parts += _times(self.estimated, self.measured, self.traffic, self.path)
+        if self.lanes:
+            parts.append(_lanes(self.lanes, self.bubble))
         if self.measured is not None:
             parts.append(_ops(self.measured))
         if self.islands:
@@ -360,6 +368,17 @@ def _times(
     headings = {"ms": "seconds", "exposed": "exposed"} if estimated is not None else {}
     headings |= {"measured": "measured"} if measured is not None else {}
     return [*lines, _times_of_collectives(traffic, headings)] if traffic else lines
+
+
+def _lanes(lanes: Sequence[Lane], bubble: float) -> RenderableType:
+    """A row for each rank of a pipeline."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("pipeline")
+    for heading in ("runs, ms", "waits, ms", "bytes at the peak"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in lanes:
+        table.add_row(*map(Text, (each.name, _ms(each.busy), _ms(each.idle), f"{each.peak:,}")))
+    return Group(Text(f"its ranks wait in {bubble:.1%} of their time, by the estimate"), table)
 
 
 def _times_of_collectives(traffic: Sequence[Traffic], headings: Mapping[str, str]) -> RenderableType:
@@ -446,9 +465,51 @@ def _sizes(heading: str) -> Table:
     return table
 
 
-def _every(program: Program, timeline: Timeline | None) -> Iterator[OneCollective]:
+@dataclass(frozen=True)
+class _Simulated:
+    """The collectives of a step, its memory, and its time where that can be estimated."""
+
+    every: tuple[OneCollective, ...]
+    memory: dict[str, PlannedMemory]
+    timeline: Timeline | None
+    path: tuple[PathPart, ...] = ()
+    lanes: tuple[Lane, ...] = ()
+    bubble: float = 0.0
+
+
+def _simulated(program: Program, costs: Costs, backend: str | None) -> _Simulated:
+    """One program, or its runs."""
+    runs = estimate_runs(program, costs, backend=backend)
+    every = tuple(one for each, timeline in runs for one in _every(each, timeline.transfers if timeline else ()))
+    found = in_turn([timeline for _, timeline in runs if timeline is not None])
+    path = in_all(critical_path(each, timeline) for each, timeline in runs if timeline is not None)
+    return _Simulated(every, planned_memory(program), found, path)
+
+
+def _simulated_stages(program: Program, costs: Costs, backend: str | None) -> _Simulated:
+    """The programs of a pipeline, as the rank of ``program`` runs them."""
+    bundle: Bundle = program.stages
+    (call,) = bundle.calls
+    own = next(each.coordinate for each in program.mesh.axes if each.name == bundle.axis)
+    memory, device = bundle_memory(bundle, call, own), str(device_of(program))
+    found = simulate_bundle(bundle, call, costs, backend=backend)
+    if found is None:
+        every = (one for role in bundle.order(call, own) for one in _every(bundle.programs[role], ()))
+        return _Simulated(tuple(every), {device: memory.planned}, None)
+    runs = found.runs[own]
+    in_use = tuple((run.start, size) for run, size in zip(runs, memory.during, strict=True))
+    return _Simulated(
+        tuple(one for run in runs for one in _every(bundle.programs[run.role], run.transfers)),
+        {device: memory.planned},
+        replace(found.ranks[own], seconds=found.seconds, memory={device: in_use}),
+        lanes=lanes_of(bundle, call, found),
+        bubble=found.bubble,
+    )
+
+
+def _every(program: Program, transfers: Sequence[TransferTime]) -> Iterator[OneCollective]:
     """The collectives of one run of a program, in order."""
-    times = {each.node: each for each in timeline.transfers} if timeline else {}
+    times = {each.node: each for each in transfers}
     return (_one(node, times.get(node.name)) for node in program.collectives())
 
 

@@ -26,6 +26,7 @@ from passes.ir.bundle import Bundle, print_bundle
 from passes.page.node_details import NodeDetails
 
 from .interpreter.source_lines import warn_user
+from .stages.schedule_files import schedule_text
 
 OnStage = Callable[[int, Pass, Program, float], None]
 _OWNER = ".job"  # the file in a step's folder that says which process writes there
@@ -90,8 +91,10 @@ class Dump:
             self.captured = None
 
     def bundle(self, bundle: Bundle) -> None:
-        """``bundle.txt``: channels, calls, and all programs."""
+        """``bundle.txt``: channels, calls, and all programs; of a pipeline also its schedule, ``schedule.csv``."""
         self._write("bundle.txt", lambda: print_bundle(bundle))
+        if bundle.micro_batches is not None:
+            self._write("schedule.csv", lambda: schedule_text(bundle))
 
     def on_pass(self, number: int, each: Pass, program: Program, seconds: float) -> None:
         """A stage named after its pass."""

@@ -13,10 +13,10 @@ import torch
 from torch import fx, nn
 
 import passes
-from passes import Pass, Program
+from passes import MemoryBudgetError, Pass, Program
 from passes.default_passes import with_micro_batches
 from passes.defer import run_and_defer
-from passes.fit_memory import AllGather, fit
+from passes.fit_memory import AllGather, bytes_of_stages, describe_fit, fit, refusal
 from passes.ir.bundle import Bundle
 from passes.runner import OnStage
 
@@ -106,7 +106,7 @@ class Options:
             raise ValueError("expected no passes= with spmd.Auto(adapt=True), which takes a schedule by measured times")
         edits = next((each for each in _check_overrides(module_override) if _edits_graph(each)), None)
         other = None if backend == "aten" else backend
-        one = {"memory": memory, "gm_transformation": gm_transformation, "transform": edits, "backend": other}
+        one = {"gm_transformation": gm_transformation, "transform": edits, "backend": other}
         _check_stages(parallel_mode, **one, cuda_graphs=cuda_graphs or None)
         return cls(
             overrides=_check_overrides(module_override),
@@ -142,6 +142,24 @@ class Options:
         return chosen if self.backend == "aten" else passes.with_regions(chosen)
 
     @interruptible
+    def partition(self, captured: Program, all_gather: AllGather, kept: Sequence[Program]) -> Program:
+        """One rank's share; of a pipeline, in the fastest of its schedules that fits into ``memory``. Collective then.
+
+        ``kept``: as for ``fitted``. Raises ``MemoryBudgetError`` if none fits.
+        """
+        local, needed = self.mode.partition(captured), list[int]()
+        while self.memory is not None and local.stages is not None:
+            needed.append(bytes_of_stages(local, self.pipeline, all_gather, kept))
+            if needed[-1] <= self.memory:
+                local.notes.append(describe_fit(local.schedules[0], needed[-1], self.memory))
+                break
+            if len(local.schedules) == 1:
+                raise MemoryBudgetError(refusal(self.memory, min(needed)))
+            captured.schedules = local.schedules[1:]
+            local = self.mode.partition(captured)
+        return local
+
+    @interruptible
     def fitted(
         self, partitioned: Program, all_gather: AllGather, kept: Sequence[Program]
     ) -> tuple[Program, tuple[Pass, ...]]:
@@ -149,7 +167,7 @@ class Options:
 
         ``kept``: the programs that the step has besides.
         """
-        if self.memory is None:
+        if self.memory is None or partitioned.stages is not None:
             return partitioned, self.pipeline
         fitted = fit(partitioned, self.pipeline, self.memory, all_gather, kept)
         fitted.program.notes.append(fitted.note)

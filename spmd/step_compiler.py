@@ -142,8 +142,6 @@ class StepCompiler:
             if options.cuda_graphs and (why := "an update is left pending" if deferred else why_not_captured(program)):
                 program.notes.append(f"runs without CUDA graphs: {why}")
             lookup.note_programs(captured.program, local, program)
-        if deferred is not None:
-            dump.bundle(deferred.bundle)
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
         make_report = stages.reporting(deferred.steady if deferred else program, program.notes, costs)
         dump.stage(99, "lowered", program)
@@ -151,6 +149,8 @@ class StepCompiler:
             self.dumps.dump(options.dump_folder, each.name).stage(99, "lowered", each)
         dump.report(make_report)
         bundle = deferred.bundle if deferred else program.stages
+        if bundle is not None:
+            dump.bundle(bundle)
         description = describe_for_agreement(captured, program, costs, call, bundle, made.entry)
         description += options.describe_edits(made.program)
         base, calls, *seeds = agreement.agree(description, self._seeds(call))
@@ -263,7 +263,7 @@ class StepCompiler:
         """One rank's program, after the transforms of overrides, with the state that they added; and its live state."""
         if not self._options.mode.has_stages:
             check_without_stages(captured.program)
-        local = self._options.mode.partition(captured.program)
+        local = self._options.partition(captured.program, agreement.all_gather_text, self._dispatch.graphs)
         if Fact.STORAGE in facts_of(self._options.pipeline):
             local = with_storage_facts(local, call.slots, agreement.all_gather_text)
         state = prepare(call, local.inputs)

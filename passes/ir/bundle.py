@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -101,7 +102,24 @@ class Bundle:
 
     def channel(self, name: str) -> Channel:
         """The channel of this name."""
-        return next(each for each in self.channels if each.name == name)
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Channel]:
+        return {each.name: each for each in self.channels}
+
+    def used_by(self, roles: Iterable[str]) -> list[Channel]:
+        """The channels between programs of a rank that one of these reads or writes."""
+        ends = {each.name: each for role in roles for each in self._ends.get(role, ())}
+        return list(ends.values())
+
+    @cached_property
+    def _ends(self) -> dict[str, list[Channel]]:
+        found: dict[str, list[Channel]] = {}
+        for each in self.channels:
+            for role in () if each.sent else dict.fromkeys((*each.readers, *each.writers)):
+                found.setdefault(role, []).append(each)
+        return found
 
     def order(self, call: str, coordinate: int) -> tuple[str, ...]:
         """The roles that the rank at ``coordinate`` runs in a call."""
@@ -110,8 +128,16 @@ class Bundle:
 
     def coordinates(self, role: str) -> list[int]:
         """Those of the ranks that run a program, along the axis; ``[0]`` without one."""
-        found = {k for orders in self.calls.values() for k, order in enumerate(orders) if role in order}
-        return sorted(found)
+        return sorted(self._coordinates.get(role, ()))
+
+    @cached_property
+    def _coordinates(self) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for orders in self.calls.values():
+            for k, order in enumerate(orders):
+                for role in dict.fromkeys(order):
+                    found.setdefault(role, set()).add(k)
+        return found
 
     def axis_of(self, role: str) -> Axis | None:
         """The axis as a program has it."""
@@ -247,18 +273,31 @@ class _Value:
 
 
 class InFlight:
-    """The values in the channels of one rank, of those between its own programs; in the order in which they came."""
+    """The values in the channels of one rank, of those between its own programs; in the order in which they came.
 
-    def __init__(self, bundle: Bundle) -> None:
-        local = [each for each in bundle.channels if not each.sent]
-        self._read = {role: [each for each in local if role in each.readers] for role in bundle.programs}
-        self._written = {role: [each for each in local if role in each.writers] for role in bundle.programs}
+    ``roles``: its programs; None for all of the bundle.
+    """
+
+    def __init__(self, bundle: Bundle, roles: Collection[str] | None = None) -> None:
+        roles = dict.fromkeys(bundle.programs if roles is None else roles)
+        local = bundle.used_by(roles)
+        self._read: dict[str, list[Channel]] = {role: [] for role in roles}
+        self._written: dict[str, list[Channel]] = {role: [] for role in roles}
         self._values: dict[str, list[_Value]] = {each.name: [] for each in local}
+        for found, ends in ((self._read, "readers"), (self._written, "writers")):
+            for each in local:
+                for role in roles.keys() & getattr(each, ends):
+                    found[role].append(each)
 
     @property
     def counts(self) -> dict[str, int]:
         """The number of values in each channel."""
         return {name: len(values) for name, values in self._values.items()}
+
+    @property
+    def held(self) -> list[Any]:
+        """The values in all channels."""
+        return [each.value for values in self._values.values() for each in values]
 
     def clear(self) -> None:
         """Drop all values."""
@@ -288,6 +327,14 @@ class InFlight:
         """Put the values that a program has written into its channels."""
         for channel in self._written[role]:
             self.put_one(channel.name, values[channel.name])
+
+    def written(self, role: str) -> list[str]:
+        """The channels that a program writes."""
+        return [each.name for each in self._written[role]]
+
+    def holds(self, role: str) -> bool:
+        """Whether all channels that a program reads have a value."""
+        return all(self._values[each.name] for each in self._read[role])
 
     def put_one(self, channel: str, value: Any) -> None:
         """One more value in a channel."""

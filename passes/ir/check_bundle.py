@@ -78,7 +78,7 @@ def _channel_fits(bundle: Bundle, channel: Channel) -> None:
     for verb, of in (("writes", channel.writers), ("reads", channel.readers)):
         if not of:
             raise PassError(f"channel {channel}: no program {verb} it")
-    for call in bundle.calls:
+    for call in bundle.calls if len(channel.writers) > 1 else ():
         for order in bundle.calls[call]:
             both = [role for role in dict.fromkeys(order) if role in channel.writers]
             if len(both) > 1:
@@ -118,12 +118,15 @@ def _reach_all_calls(bundle: Bundle) -> None:
     reached = set[str]()
     for state in states:  # which grows
         held = {(k, name): count for k, name, count in state}
-        for call, (before, after) in effects.items():
-            if all(held.get(key, 0) == count for key, count in before.items()):
-                reached.add(call)
-                left = {key: count for key, count in {**held, **after}.items() if count}
-                found = tuple(sorted((k, name, count) for (k, name), count in left.items()))
-                states += [] if found in states else [found]
+        possible = [call for call in effects if all(held.get(key, 0) == n for key, n in effects[call][0].items())]
+        if state and not possible:
+            left = ", ".join(f"{count} in {name} of {bundle.axis or 'rank'}={k}" for k, name, count in state)
+            raise PassError(f"no call of {bundle.name} can follow one that leaves values in channels: {left}")
+        reached.update(possible)
+        for call in possible:
+            after = {**held, **effects[call][1]}
+            found = tuple(sorted((k, name, count) for (k, name), count in after.items() if count))
+            states += [] if found in states else [found]
     lost = [call for call in bundle.calls if call not in reached]
     if lost:
         names = sorted({name for (_, name), count in effects[lost[0]][0].items() if count})
@@ -141,18 +144,16 @@ def _effect(bundle: Bundle, call: str) -> tuple[Counts, Counts]:
     walk.run()
     for k, rank in enumerate(walk.ranks):
         for name, count in rank.in_flight.counts.items():
-            channel = bundle.channel(name)
-            if set(rank.order).intersection((*channel.readers, *channel.writers)):
-                before[k, name], after[k, name] = needed[k].get(name, 0), count
+            before[k, name], after[k, name] = needed[k].get(name, 0), count
     return before, after
 
 
 def _needs(bundle: Bundle, call: str, coordinate: int) -> dict[str, int]:
     """How many values a rank's order reads from each channel that it has not written."""
     order, needed = bundle.order(call, coordinate), dict[str, int]()
-    for channel in bundle.channels:
-        readers = [role for role in channel.readers if role in order]
-        for reader in [] if channel.sent else readers:
+    own = set(order)
+    for channel in bundle.used_by(own):
+        for reader in own.intersection(channel.readers):
             level = lowest = 0
             for role in order:
                 level -= role == reader
@@ -278,11 +279,11 @@ class _Walker:
         self.walk, self.coordinate = walk, coordinate
         self.axis = walk.bundle.axis or "rank"
         self.order = walk.bundle.order(walk.call, coordinate)
-        self.in_flight = InFlight(walk.bundle)
+        self.in_flight = InFlight(walk.bundle, self.order)
         self.steps_done, self.blocked = 0, ""
-        for channel in walk.bundle.channels:
-            for _ in range(0 if channel.sent else needed.get(channel.name, 0)):
-                self.in_flight.put_one(channel.name, None)
+        for channel, count in needed.items():
+            for _ in range(count):
+                self.in_flight.put_one(channel, None)
 
     def __str__(self) -> str:
         return f"{self.axis}={self.coordinate}"
@@ -307,7 +308,14 @@ class _Walker:
                         self.blocked = str(waited)
                         yield True
                 self.steps_done += 1
-            self.in_flight.put(role, _handed_on(bundle, program, started))
+            self.in_flight.put(role, self._handed_on(role, program, started))
+
+    def _handed_on(
+        self, role: str, program: Program, started: Mapping[Any, _Started | None]
+    ) -> dict[str, _Started | None]:
+        outputs = zip(program.outputs, program.output_values(), strict=True)
+        values = {out.name: started.get(value) for out, value in outputs if out.kind is OutputKind.PENDING}
+        return {name: values.get(name) for name in self.in_flight.written(role)}
 
     def _crosses(self, program: Program, node: fx.Node) -> bool:
         """Whether ranks with other programs take part in a collective. Raises ``PassError`` for some of them only."""
@@ -317,12 +325,6 @@ class _Walker:
         if along.name.partition("/")[0] == self.walk.bundle.axis and along in program.mesh.subgroups:
             raise PassError(f"{node} communicates over {along.name}: in a bundle, only over the whole of {self.axis}")
         return along.name == self.walk.bundle.axis
-
-
-def _handed_on(bundle: Bundle, program: Program, started: Mapping[Any, _Started | None]) -> dict[str, _Started | None]:
-    outputs = zip(program.outputs, program.output_values(), strict=True)
-    values = {out.name: started.get(value) for out, value in outputs if out.kind is OutputKind.PENDING}
-    return {each.name: values.get(each.name) for each in bundle.channels}
 
 
 def _carried(node: fx.Node) -> tuple[Any, ...]:

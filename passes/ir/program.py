@@ -256,6 +256,7 @@ class Program:
     annotations: Any = None  # what users asked for modules, for the parallel mode to read
     micro_batches: MicroBatches | None = None  # if it runs several times in a call, how
     stages: Any = None  # if ranks run stages of it in its place, the bundle of their programs
+    schedules: tuple[Any, ...] = ()  # of a pipeline, those that fit the step, the one that it has first
     room: float | None = None  # rows of experts that a rank has room for, as a multiple of the mean; None: for all
     assignment: Any = None  # how each captured node is computed on the ranks, if a partitioner noted it
 

@@ -48,12 +48,23 @@ def _json(files: Mapping[str, str], name: str) -> Any:
 
 
 def _timeline(given: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
-    """Spans as ``[node, lane, start, end]``. A collective, but not its launch, is in the lane of its axis."""
+    """Spans as ``[node, lane, start, end, part]``. A collective, but not its launch, is in the lane of its axis.
+
+    ``part``: empty but in the lanes of a pipeline, where a span is a micro-batch in its forward, backward or update.
+    """
     axis = {one["node"]: one["axis"] for one in report["every"]}
     transfers = {(each["node"], each["start"], each["end"]) for each in given["transfers"]}
-    spans = []
+    spans = [
+        [_text(bar), lane["name"], bar["start"], bar["end"], bar["role"].partition(".")[0]]
+        for lane in report.get("lanes", ())
+        for bar in lane["bars"]
+    ]
     for span in given["spans"]:
         node, start, end = span["node"], span["start"], span["end"]
         lane = axis.get(node, "") if (node, start, end) in transfers else ""
-        spans.append([node, lane or span["queue"] or "compute", start, end])
+        spans.append([node, lane or span["queue"] or "compute", start, end, ""])
     return {"seconds": given["seconds"], "spans": spans, "memory": given["memory"]}
+
+
+def _text(bar: Mapping[str, Any]) -> str:
+    return bar["role"] if bar["micro_batch"] is None else f"{bar['role']} of {bar['micro_batch']}"

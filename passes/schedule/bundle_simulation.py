@@ -7,7 +7,7 @@ same rank; the receiver waits until it is through. One rank stands for all that 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,15 +21,33 @@ from ..ir.collectives import Kind, channel_of, is_collective, is_message, is_wai
 from ..ir.program import OutputKind
 from .node_costs import Cost, NodeCosts, Transfer, device_of
 from .rates import rates_of
-from .simulation import Cause, Flight, Rank, Timeline
+from .simulation import Cause, Flight, Rank, Timeline, TransferTime
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a program, the ``number``-th of it in a call, from when it no longer waits for what it begins with.
+
+    ``transfers``: its messages and collectives.
+    """
+
+    role: str
+    number: int
+    start: float
+    end: float
+    transfers: tuple[TransferTime, ...]
 
 
 @dataclass(frozen=True)
 class BundleTimeline:
-    """One call of a bundle as its ranks run it, by coordinate. ``idle``: how long each waits for what others send."""
+    """One call of a bundle as its ranks run it, by coordinate. ``idle``: how long each waits for what others send.
+
+    ``runs``: of each rank, in order.
+    """
 
     ranks: tuple[Timeline, ...]
     idle: tuple[float, ...]
+    runs: tuple[tuple[Run, ...], ...]
 
     @property
     def seconds(self) -> float:
@@ -57,7 +75,7 @@ def simulate_bundle(
         if rates is None:
             return None
         costs[role] = NodeCosts(program, rates, table, backend=backend)
-    mail: _Mail = defaultdict(deque)
+    mail: _Mail = defaultdict(list)
     ranks = [_BundleRank(bundle, call, k, costs, mail) for k in range(len(bundle.calls[call]))]
     going = [(each, each.steps()) for each in ranks]
     while going:
@@ -65,10 +83,12 @@ def simulate_bundle(
         going = [(each, steps) for each, steps in going if next(steps, None) is not None]
         if going and count == sum(each.done for each in ranks):
             raise PassError(f"call {call} of {bundle.name} would never end: check_bundle says why")
-    return BundleTimeline(tuple(each.rank.timeline({}) for each in ranks), tuple(each.idle for each in ranks))
+    timelines = tuple(each.rank.timeline({}) for each in ranks)
+    runs = tuple(tuple(each.runs(timeline)) for each, timeline in zip(ranks, timelines, strict=True))
+    return BundleTimeline(timelines, tuple(each.idle for each in ranks), runs)
 
 
-_Mail = defaultdict[tuple[int, int], deque[Flight]]  # by sender and receiver, what is on its way
+_Mail = defaultdict[tuple[int, int], list[Flight]]  # by sender and receiver, what was sent
 
 
 class _BundleRank:
@@ -76,16 +96,28 @@ class _BundleRank:
 
     def __init__(self, bundle: Bundle, call: str, coordinate: int, costs: dict[str, NodeCosts], mail: _Mail) -> None:
         self.bundle, self.coordinate, self.costs, self.mail = bundle, coordinate, costs, mail
-        self.order, self.in_flight = bundle.order(call, coordinate), InFlight(bundle)
+        self.order, self.in_flight = bundle.order(call, coordinate), InFlight(bundle, bundle.order(call, coordinate))
         self.rank = Rank(any(costs[role].rates.is_asynchronous for role in self.order))
         self.idle, self.done = 0.0, 0
+        self.begins, self.works = 0.0, False  # of the program that runs: when its first op does, and whether that has
+        self.expected, self.started = dict[fx.Node, int](), Counter[int]()  # recvs: the number of each, and by peer
+        self.ran = list[tuple[float, float, int]]()  # of each run: its start, its end, and the transfers until then
+
+    def runs(self, timeline: Timeline) -> Iterator[Run]:
+        """Its runs, of which ``timeline`` has the transfers."""
+        first = 0
+        for k, (start, end, last) in enumerate(self.ran):
+            role = self.order[k]
+            yield Run(role, self.order[:k].count(role), start, end, timeline.transfers[first:last])
+            first = last
 
     def steps(self) -> Iterator[fx.Node]:
         """Simulate node by node; yields the waits at which nothing has come yet."""
         for role in self.order:
             program = self.bundle.programs[role]
-            taken = self.in_flight.take(role, self.order) if self._holds(role) else {}
+            taken = self.in_flight.take(role, self.order) if self.in_flight.holds(role) else {}
             receiving: dict[Any, fx.Node] = {}
+            self.begins, self.works = self.rank.now(), False
             for node, declared in zip(program.placeholders, program.inputs, strict=True):
                 self._bring(node, taken.get(declared.name), receiving)
             for node in program.graph.nodes:
@@ -97,19 +129,17 @@ class _BundleRank:
                 elif is_wait(node) and node.args[0] in receiving:
                     yield from self._receive(node, receiving[node.args[0]])
                 else:
-                    self.rank.step(node, self.costs[role].of(node))
+                    cost = self.costs[role].of(node)
+                    self.rank.step(node, cost)
+                    self.works |= cost.transfer is None and cost.launch + cost.compute > 0.0
                     if is_message(node):
                         self.mail[self.coordinate, peer_of(node)].append(self.rank.started[node])
                 self.done += 1
             values = zip(program.outputs, program.output_values(), strict=True)
             left = {output.name: value for output, value in values if output.kind is OutputKind.PENDING}
             handed_on = {name: self._left(value, receiving) for name, value in left.items()}
-            self.in_flight.put(role, {each.name: handed_on.get(each.name) for each in self.bundle.channels})
-
-    def _holds(self, role: str) -> bool:
-        """Whether this call has written what a program reads; what one before it has left is there."""
-        counts = self.in_flight.counts
-        return all(counts[each.name] for each in self.bundle.channels if not each.sent and role in each.readers)
+            self.in_flight.put(role, {name: handed_on.get(name) for name in self.in_flight.written(role)})
+            self.ran.append((self.begins, self.rank.now(), len(self.rank.flights)))
 
     def _left(self, value: Any, receiving: dict[Any, fx.Node]) -> Any:
         """The flight or the recv behind a value that is handed on; None if the value is there."""
@@ -124,16 +154,18 @@ class _BundleRank:
             receiving[placeholder] = brought
 
     def _expect(self, recv: fx.Node, cost: Cost) -> None:
-        """Start a recv, which moves nothing until its message comes."""
+        """Start a recv, which moves nothing until its message comes: those of a peer come in the order of recvs."""
         assert cost.transfer is not None, "a recv is a transfer"
         self.rank.step(recv, replace(cost, transfer=Transfer(cost.transfer.queue, 0.0)))
+        self.expected[recv] = self.started[peer_of(recv)]
+        self.started[peer_of(recv)] += 1
 
     def _receive(self, wait: fx.Node, recv: fx.Node) -> Iterator[fx.Node]:
-        """Wait until the next message of the peer is through."""
+        """Wait until a message of the peer is through."""
         mail = self.mail[peer_of(recv), self.coordinate]
-        while not mail:
+        while len(mail) <= self.expected[recv]:
             yield wait
-        sent, flight = mail.popleft(), self.rank.started[recv]
+        sent, flight = mail[self.expected[recv]], self.rank.started[recv]
         if channel_of(sent.node) != channel_of(recv):
             raise PassError(f"{recv} receives {channel_of(recv)}, but what comes is {channel_of(sent.node)}")
         waited = max(0.0, sent.end - self.rank.now())
@@ -142,4 +174,6 @@ class _BundleRank:
         flight.expose(waited, Cause.PEER)
         self.idle += waited
         self.rank.device = max(self.rank.device, sent.end)
+        if not self.works:
+            self.begins = self.rank.now()
         self.rank.done[wait] = self.rank.device

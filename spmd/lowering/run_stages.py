@@ -74,12 +74,13 @@ class StageRuns:
         return [None if each.kind is OutputKind.UPDATE else next(returned) for each in self.whole.outputs]
 
     def _new_accumulators(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        found, micro = dict[str, torch.Tensor](), self.executable.bundle.micro_batches
         for role in self.executable.order("step"):
             program = self.executable.bundle.programs[role]
             for k, zeros in new_accumulators(program).items():
                 found.setdefault(program.inputs[k].name, zeros)
-        return found
+        assert micro is not None, "a pipeline runs micro-batches"
+        return found | {name: found[whole] for whole, name in micro.whole.items() if whole in found}
 
     def close(self) -> None:
         """Drop what is in flight, all references to state, and the generated code."""

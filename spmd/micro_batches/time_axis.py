@@ -31,15 +31,16 @@ def partition_in_time(
     rows: Mapping[str, int] | None = None,
     levels: int = 0,
     keeps_own: bool = False,
+    equal: bool = False,
 ) -> Program:
     """One rank's share of ``program``, to be run ``count`` times in a call, each time on a part of its rows.
 
     Rows are cut as ``torch.chunk`` does it, so that the last part may be shorter, and parts may be fewer. A step that
-    takes equal parts alone (it merges rows with other dims) runs more often then, and a note says so. ``dtype``: that
-    of accumulators; None is that of what they add up. ``rows``: the dim of the rows of each argument, on a mesh without
-    an axis that splits the batch. ``levels``: parts are equal, and their sums those of a balanced tree, of which a rank
-    has so many levels. ``keeps_own``: parts are equal, and statistics are those of each. Raises ``PartitionError``,
-    with the op and the user's line, where a run would have to know rows of another one.
+    takes equal parts alone (it merges rows with other dims, or they have to be ``equal``) runs more often then, and a
+    note says so. ``dtype``: that of accumulators; None is that of what they add up. ``rows``: the dim of the rows of
+    each argument, on a mesh without an axis that splits the batch. ``levels``: parts are equal, and their sums those of
+    a balanced tree, of which a rank has so many levels. ``keeps_own``: parts are equal, and statistics are those of
+    each. Raises ``PartitionError``, with the op and the user's line, where a run would have to know rows of another one.
     """
     rows = rows or _rows(program, plan, count)
     batch = [each for each in program.inputs if each.name in rows]
@@ -54,6 +55,8 @@ def partition_in_time(
     if not _leaves_rest(lengths, parts):
         return _Shares(program, plan, rows, parts, dtype).of(0, follows=parts > 1)
     try:
+        if equal:
+            raise PartitionError(f"expected at least two equal parts of {lengths[0]} rows, got micro_batches={count}")
         for each, length in zip(batch, lengths, strict=True):
             _check_parts(each, length, parts)
         return _with_shorter_end(_Shares(program, plan, rows, parts, dtype))

@@ -26,7 +26,7 @@ from ..partitioner.plan import Plan
 from ..ranks.axis_roles import HYBRID, Axes, Roles, axes_having, check_axes, roles_by_position, unknown_axes
 from ..ranks.world import axis_names
 from ..rules.attention import Form
-from ..stages.schedules import Schedule
+from ..stages.schedules import Auto, Schedule
 from ..stages.stage_axis import partition_in_stages
 from .base import PlannedMode, check_callable, check_flag
 from .experts import expert_placements
@@ -152,8 +152,9 @@ class DataParallel(PlannedMode):
     can, for the memory of at most as many micro-batches as stages. ``"interleaved"`` gives each rank
     ``virtual_stages``, rank r of p the stages r, r + p, ..., to wait less and send more; its number of micro-batches is
     a multiple of that of ranks. ``"zb-h1"`` is ``"1f1b"`` that computes gradients of weights while it would wait.
-    A path to a .csv file is an order in the action text of torch's ``torch.distributed.pipelining``. Numbers are those
-    of the whole batch, clipping and metrics included, and results are the same on all ranks.
+    ``"auto"`` takes the one that is estimated to be the fastest, of those that fit ``memory=``. A path to a .csv file
+    is an order in the action text of torch's ``torch.distributed.pipelining``. Numbers are those of the whole batch,
+    clipping and metrics included, and results are the same on all ranks.
 
     The style is that of modules without an annotation (``spmd.replicate``, ``spmd.fully_shard``): all others are
     treated as theirs asks.
@@ -200,7 +201,7 @@ class DataParallel(PlannedMode):
         balance: bool = True,
         stages: Iterable[str] | None = None,
         virtual_stages: int = 2,
-        schedule: Schedule | str | PathLike[str] = "1f1b",
+        schedule: Schedule | Auto | str | PathLike[str] = "1f1b",
     ) -> None:
         self.split = Split.check(parallel_style, shard_optimizer)
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)

@@ -17,7 +17,7 @@ from ..annotations.apply import check_reshard
 from ..annotations.policies import OffloadPolicy
 from ..ranks.axis_roles import Roles, axes_having
 from ..stages.schedule_files import Actions
-from ..stages.schedules import SCHEDULES
+from ..stages.schedules import AUTO, SCHEDULES
 from ..stages.stage_axis import Pipeline
 from .base import check_flag
 from .shares import Style
@@ -214,14 +214,14 @@ def check_pipeline(
     actions = None
     if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv")):
         actions, schedule = Actions.read(schedule, micro_batches), "1f1b"
-    _check_one_of("schedule", schedule, SCHEDULES)
+    _check_one_of("schedule", schedule, (*SCHEDULES, AUTO))
     if offload is not None:
         raise ValueError("expected no offload_policy with stages: leave out one of them")
     if not isinstance(virtual, int) or isinstance(virtual, bool) or virtual < 2:
         raise ValueError(f"expected virtual_stages to be 2 or more, got {virtual!r}")
     if actions is not None:
         return Pipeline(starts, schedule, actions.virtual, actions)
-    return Pipeline(starts, schedule, virtual if schedule == "interleaved" else 1)
+    return Pipeline(starts, schedule, virtual if schedule in ("interleaved", AUTO) else 1)
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -89,6 +89,8 @@ class _Placing:
         self.written = {o.name for _, o in self.outputs if o.kind is OutputKind.UPDATE}
         micro = program.micro_batches
         assert micro is not None, "a pipeline runs micro-batches"
+        grown = {self.inputs[n].name: v for v, n in self.grown.items()}
+        self.rows = {by_name[whole]: grown[name] for whole, name in micro.whole.items() if name in grown}
         split = {n for n, d in self.inputs.items() if d.name in micro.split or d.role in (Role.RUN, Role.ACCUMULATOR)}
         state = {n for n, d in self.inputs.items() if d.role.is_state and not self._is_everywhere(n)}
         varying, of_state = descendants(self.nodes, split), descendants(self.nodes, state)
@@ -185,6 +187,8 @@ class _Placing:
             if len(readers) != 1:
                 break
             followed = readers[0]
+            if sum(each in self.grown for each in followed.all_input_nodes) > 1:
+                break  # each stage that reads a tied weight adds up its own
         found = [n for n, declared in self.inputs.items() if declared.name == name and self._params.get(n)]
         return min(self._params[found[0]]) if found else None
 
@@ -273,6 +277,8 @@ class _Placing:
                 continue
             if node in self.grown:
                 possible[node] = frozenset({self.stages[node] % self.ranks})
+            elif node in self.rows:
+                possible[node] = frozenset({self.stages[self.rows[node]] % self.ranks})
             elif node.op == "placeholder":
                 possible[node] = homes.get(self.inputs[node].name, every)
                 if self._is_kept(node) and self.inputs[node].shape:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from os import PathLike
 from pathlib import Path
 
-from .schedules import Order
+from passes.ir.bundle import Bundle
+
+from .schedules import Order, role_of
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_LETTERS = {"forward": "F", "backward": "B", "weights": "W"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ class Actions:
         return -(-stages // max(1, len(self.of_ranks)))
 
     @property
+    def count(self) -> int:
+        """The number of micro-batches."""
+        return 1 + max((k for row in self.of_ranks for *_, k in row), default=-1)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether gradients of weights are computed apart."""
         return any(part == "weights" for row in self.of_ranks for part, _, _ in row)
@@ -59,6 +68,22 @@ class Actions:
     def orders(self) -> list[Order]:
         """For each rank its programs, by role, with their micro-batches."""
         return [[(f"{part}.{stage}", k) for part, stage, k in row] for row in self.of_ranks]
+
+
+def schedule_text(bundle: Bundle) -> str:
+    """The schedule of a pipeline in the text of such a file; what runs once is no part of it."""
+    (orders,) = bundle.calls.values()
+    return "".join(f"{','.join(_actions(order))}\n" for order in orders)
+
+
+def _actions(order: Sequence[str]) -> Iterator[str]:
+    runs = Counter[str]()
+    for role in order:
+        part, _, stage = role.partition(".")
+        if stage.isdigit() and part in _LETTERS:
+            letter = "I" if role_of("weights", int(stage)) in order and part == "backward" else _LETTERS[part]
+            yield f"{stage}{letter}{runs[role]}"
+            runs[role] += 1
 
 
 def _parsed(text: str, path: str | PathLike[str]) -> tuple[int, str, int]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, get_args
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
-SCHEDULES = get_args(Schedule)
+Schedule = Literal["1f1b", "zb-h1", "interleaved", "gpipe"]
+Auto = Literal["auto"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)  # those that keep fewer values first
+AUTO: Auto = "auto"
 
 Order = list[tuple[str, int]]  # the role of a program, and the micro-batch that it runs
 

@@ -43,17 +43,20 @@ class BundleRank:
 
     def keep(self, role: str, inputs: Sequence[Any], returned: Sequence[Any]) -> Values:
         """Put what a program has computed where it belongs; returns its results."""
-        program, results = self.bundle.programs[role], Values()
+        program, results, micro = self.bundle.programs[role], Values(), self.bundle.micro_batches
+        parts = micro.split if micro is not None else {}
         after = by_name(program, inputs)
         pending = {each.name: after[each.given] for each in self.bundle.channels if each.given in after}
         for output, value in zip(program.outputs, returned, strict=True):
-            if output.kind is OutputKind.UPDATE:
+            if output.kind is OutputKind.UPDATE and output.name in parts:
+                after[output.name].copy_(value)  # where all rows lie
+            elif output.kind is OutputKind.UPDATE:
                 after[output.name] = value.detach().clone()
             elif output.kind is OutputKind.PENDING:
                 pending[output.name] = value
             else:
                 results[output.name] = value
-        self.state |= {name: value for name, value in after.items() if name in self.state}
+        self.state |= {name: value for name, value in after.items() if name in self.state.keys() - parts}
         self.in_flight.put(role, pending)
         return results
 

@@ -105,6 +105,9 @@ def _run_stages(programs: Sequence[Program], inputs: Sequence[list[Any]], watch:
     for program, values in zip(programs, inputs, strict=True):
         named = by_name(program, values)
         named |= {program.inputs[k].name: zeros for k, zeros in new_accumulators(program).items()}
+        micro = program.micro_batches
+        assert micro is not None, "a pipeline runs micro-batches"
+        named |= {name: named[whole] for whole, name in micro.whole.items() if name in micro.split and whole in named}
         written = {each.name for each in program.outputs if each.kind is OutputKind.UPDATE}
         state = {name: value for name, value in named.items() if name in written}
         coordinate = next(axis.coordinate for axis in program.mesh.axes if axis.name == program.stages.axis)

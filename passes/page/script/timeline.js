@@ -1,4 +1,5 @@
-// The timeline: a lane for compute and one for each axis, and the memory in use below, on one scale of time.
+// The timeline: a lane for each rank of a pipeline, one for compute and one for each axis, and the memory in use below,
+// on one scale of time.
 
 const LANE = 26,
   PHASES = 18,
@@ -7,6 +8,9 @@ const LANE = 26,
   LEFT = 92,
   SCALE = 22,
   TOP = 4;
+
+// The phase of a program of a pipeline.
+const PARTS = { forward: "forward", backward: "backward", weights: "weights", exchange: "update", update: "update" };
 
 const timeline = {
   canvas: byId("timeline"),
@@ -28,10 +32,10 @@ const timeline = {
     }
     this.whole = TIMELINE.seconds || 1e-9;
     this.to = this.whole;
-    this.lanes = [...new Set(["compute", ...DATA.axes.map(([name]) => name), ...TIMELINE.spans.map((span) => span[
-        1])])]
+    this.lanes = [...new Set([...(REPORT.lanes || []).map(({ name }) => name), "compute",
+        ...DATA.axes.map(([name]) => name), ...TIMELINE.spans.map((span) => span[1])])]
       .filter((lane) => lane === "compute" || TIMELINE.spans.some((span) => span[1] === lane));
-    this.spans = TIMELINE.spans.map(([node, lane, start, end]) => this.span(node, lane, start, end))
+    this.spans = TIMELINE.spans.map((each) => this.span(...each))
       .sort((a, b) => a.start - b.start);
     this.phases = this.phaseRuns();
     this.curves = Object.entries(TIMELINE.memory).map(([device, changes]) => ({ device, changes }));
@@ -43,7 +47,7 @@ const timeline = {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   },
 
-  span(node, lane, start, end) {
+  span(node, lane, start, end, part) {
     const one = COLLECTIVES.get(node),
       value = finalValue(node);
     const exposed = one && lane !== "compute" && end > start ? Math.min(1, one.exposed / (end - start)) : 0;
@@ -53,8 +57,9 @@ const timeline = {
       start,
       end,
       exposed,
-      transfer: lane !== "compute",
-      phase: value ? value.phase : "",
+      transfer: lane !== "compute" && !part,
+      bar: Boolean(part),
+      phase: PARTS[part] || (value ? value.phase : ""),
       module: value ? value.module : ""
     };
   },
@@ -63,7 +68,7 @@ const timeline = {
   phaseRuns() {
     const runs = [];
     for (const span of this.spans) {
-      if (!span.phase || span.transfer) continue;
+      if (!span.phase || span.transfer || span.bar) continue;
       const last = runs[runs.length - 1];
       if (last && last.phase === span.phase) last.end = span.end;
       else runs.push({ phase: span.phase, start: span.start, end: span.end });
@@ -75,6 +80,7 @@ const timeline = {
     const names = [
       ["forward", "forward"],
       ["backward", "backward"],
+      ...(this.spans.some(({ phase }) => phase === "weights") ? [["weights", "gradients of weights"]] : []),
       ["update", "update"],
       ["communication", "communication, hidden"],
       ["exposed", "exposed: compute waits"],
@@ -114,7 +120,7 @@ const timeline = {
     to.clearRect(0, 0, width, height);
     to.font = "12px system-ui, 'DejaVu Sans', sans-serif";
     to.textBaseline = "middle";
-    this.colors = Object.fromEntries(["forward", "backward", "update", "other", "communication", "exposed", "memory",
+    this.colors = Object.fromEntries(["forward", "backward", "weights", "update", "other", "communication", "exposed", "memory",
       "memory-soft", "text", "muted", "line", "sunken", "surface", "accent"
     ].map((name) => [name, color(name)]));
     this.paintLanes(to, width);
@@ -296,7 +302,7 @@ const timeline = {
       return;
     }
     const span = this.hit(event.offsetX, event.offsetY);
-    if (span) select(span.node, LAST);
+    if (span && !span.bar) select(span.node, LAST);
     this.draw();
   },
 

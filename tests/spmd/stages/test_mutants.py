@@ -1,0 +1,259 @@
+"""Mutants of a small pipeline: wrong orders, messages, sums and memory. The proof or a run of all ranks finds them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import spmd
+from passes import OutputKind, PassError, Program, Role
+from passes.ir.bundle import Bundle, messages_of
+from passes.ir.check_bundle import check_bundle
+from passes.ir.collectives import Kind, is_wait, kind_of
+from spmd.verification.lockstep import LockstepError
+from spmd.verification.runs import run_programs
+from tests.harness.fake import fake_world
+
+aten = torch.ops.aten
+Edit = tuple[str, Callable[[Program], None]]  # the role of a program, and what changes it
+
+
+class Skips(nn.Module):
+    """Two values of one shape go from the first stage to the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.tanh(self.a(x)), torch.sigmoid(self.b(x))
+        return self.d(torch.tanh(self.c(left)) * right)
+
+
+def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    """The share of rank 0, before any pass."""
+    torch.manual_seed(0)
+    model, x = Skips().double(), torch.randn(6, 3).double()
+    mode = {"axes": {"stages": "pp"}, "micro_batches": 3, "stages": ["c"]}
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(mesh=mesh, **mode), passes=())
+        compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), x, x)
+        assert compiled.program is not None
+        return compiled.program
+
+
+def outcome(program: Program, bundle: Bundle) -> list[Any]:
+    """What the ranks return and update; numbers are drawn for all inputs, as a call would bring them."""
+    ranks, random = [], torch.Generator().manual_seed(0)
+    for k in range(2):
+        axes = tuple(replace(each, coordinate=k) for each in program.mesh.axes)
+        ranks.append(replace(program, mesh=replace(program.mesh, axes=axes), stages=bundle))
+    given, split = [], program.micro_batches.split if program.micro_batches else {}
+    for declared, node in zip(program.inputs, program.placeholders, strict=True):
+        val, value = node.meta["val"], 0.1
+        if isinstance(val, Tensor):
+            shape = [val.shape[0] * 3, *val.shape[1:]] if declared.name in split else val.shape
+            value = torch.randn(shape, generator=random, dtype=val.dtype)
+        given.append(value)
+    returned = run_programs(ranks, [copy.deepcopy(given) for _ in ranks])
+    return [value for of_rank in returned for value in of_rank if isinstance(value, Tensor)]
+
+
+def is_caught(program: Program, expected: list[Any], mutant: Bundle) -> bool:
+    """Whether the proof refuses a mutant, or its ranks do not end, or something that they return differs."""
+    try:
+        check_bundle(mutant)
+        got = outcome(program, mutant)
+    except (PassError, LockstepError):
+        return True
+    return len(got) != len(expected) or any(
+        a.shape != b.shape or not torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(expected, got, strict=True)
+    )
+
+
+# Orders
+
+
+def dropped_programs(bundle: Bundle) -> Iterator[Bundle]:
+    """One run of a program is missing."""
+    for k, order in enumerate(bundle.calls["step"]):
+        for role in dict.fromkeys(order):
+            rest = list(order)
+            rest.remove(role)
+            yield _with_order(bundle, k, rest)
+
+
+def repeated_programs(bundle: Bundle) -> Iterator[Bundle]:
+    """A program runs once too often."""
+    for k, order in enumerate(bundle.calls["step"]):
+        for role in dict.fromkeys(order):
+            at = order.index(role)
+            yield _with_order(bundle, k, [*order[:at], role, *order[at:]])
+
+
+def _with_order(bundle: Bundle, rank: int, order: list[str]) -> Bundle:
+    orders = [tuple(order) if k == rank else each for k, each in enumerate(bundle.calls["step"])]
+    return bundle.with_orders({"step": tuple(orders)})
+
+
+# Programs
+
+
+def _edited(bundle: Bundle, edits: Iterator[Edit]) -> Iterator[Bundle]:
+    for role, edit in edits:
+        own = bundle.programs[role].copy()
+        edit(own)
+        yield bundle.with_programs({**bundle.programs, role: own})
+
+
+def _nodes(bundle: Bundle, wanted: Callable[[fx.Node], bool]) -> Iterator[tuple[str, str]]:
+    for role, program in bundle.programs.items():
+        yield from ((role, node.name) for node in program.graph.nodes if wanted(node))
+
+
+def _named(program: Program, name: str) -> fx.Node:
+    return next(node for node in program.graph.nodes if node.name == name)
+
+
+def _is_send(node: fx.Node) -> bool:
+    return "collective" in node.meta and kind_of(node) is Kind.SEND
+
+
+def swapped_sends(bundle: Bundle) -> Iterator[Bundle]:
+    """Two values of a shape go to each other's receivers, or leave in the other order."""
+
+    def operands(program: Program) -> None:
+        first, second, *_ = filter(_is_send, messages_of(program))
+        given = first.args[0], second.args[0]
+        second.prepend(first)
+        first.update_arg(0, given[1])
+        second.update_arg(0, given[0])
+
+    def places(program: Program) -> None:
+        first, second, *_ = filter(_is_send, messages_of(program))
+        second.append(first)
+
+    several = [role for role, each in bundle.programs.items() if sum(map(_is_send, messages_of(each))) > 1]
+    yield from _edited(bundle, ((role, edit) for role in several for edit in (operands, places)))
+
+
+def changed_messages(bundle: Bundle) -> Iterator[Bundle]:
+    """A message goes to a channel that nobody has."""
+    for role, name in _nodes(bundle, lambda node: "collective" in node.meta):
+
+        def edit(program: Program, name: str = name) -> None:
+            node = _named(program, name)
+            node.update_arg(len(node.args) - 2, "elsewhere")
+
+        yield from _edited(bundle, iter([(role, edit)]))
+
+
+def missing_events(bundle: Bundle) -> Iterator[Bundle]:
+    """What arrives is read before it has."""
+    for role, name in _nodes(bundle, lambda node: is_wait(node) and bool(node.users)):
+
+        def edit(program: Program, name: str = name) -> None:
+            node = _named(program, name)
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            program.graph.erase_node(node)
+
+        yield from _edited(bundle, iter([(role, edit)]))
+
+
+def dropped_accumulators(bundle: Bundle) -> Iterator[Bundle]:
+    """The value of the last micro-batch, or nothing, in the place of the sum."""
+    yield from _outputs(bundle, OutputKind.UPDATE, Role.ACCUMULATOR, lambda value, held: value.args[1])
+    yield from _outputs(bundle, OutputKind.UPDATE, Role.ACCUMULATOR, lambda value, held: held)
+
+
+def lost_updates(bundle: Bundle) -> Iterator[Bundle]:
+    """A parameter stays as it is."""
+    yield from _outputs(bundle, OutputKind.UPDATE, Role.PARAMETER, lambda value, held: held)
+
+
+def _outputs(bundle: Bundle, kind: OutputKind, of: Role, other: Callable[[fx.Node, fx.Node], Any]) -> Iterator[Bundle]:
+    for role, program in bundle.programs.items():
+        for k, output in enumerate(program.outputs):
+            if (output.kind, output.role) == (kind, of):
+
+                def edit(program: Program, k: int = k) -> None:
+                    values, outputs = list(program.output_values()), program.outputs
+                    values[k] = other(values[k], program.placeholders[program.positions()[outputs[k].name]])
+                    program.set_outputs(values, outputs)
+
+                yield from _edited(bundle, iter([(role, edit)]))
+
+
+def lost_norms(bundle: Bundle) -> Iterator[Bundle]:
+    """What a stage sends of its gradients' norm is zero, or what arrives of it."""
+
+    def is_exchanged(node: fx.Node) -> bool:
+        return is_wait(node) and bool(node.users)
+
+    for role, name in _nodes(bundle, lambda node: _is_send(node) or is_exchanged(node)):
+        if role.startswith(("exchange", "update")):
+
+            def edit(program: Program, name: str = name) -> None:
+                node = _named(program, name)
+                sent = node.args[0] if _is_send(node) else node
+                assert isinstance(sent, fx.Node)
+                with program.graph.inserting_after(sent):
+                    zeros = program.graph.call_function(aten.zeros_like.default, (sent,))
+                zeros.meta["val"] = sent.meta["val"]
+                sent.replace_all_uses_with(zeros, delete_user_cb=lambda user: user not in (zeros,))
+
+            yield from _edited(bundle, iter([(role, edit)]))
+
+
+def reused_memory(bundle: Bundle) -> Iterator[Bundle]:
+    """What a stage keeps, or still sends, is written over."""
+    for role, program in bundle.programs.items():
+        for value, output in zip(program.output_values(), program.outputs, strict=True):
+            if output.kind is OutputKind.PENDING and value.meta["val"].numel():
+
+                def edit(program: Program, name: str = value.name) -> None:
+                    with program.graph.inserting_before(program.output_node):
+                        program.graph.call_function(aten.zero_.default, (_named(program, name),))
+
+                yield from _edited(bundle, iter([(role, edit)]))
+
+
+KINDS: dict[Callable[[Bundle], Iterator[Bundle]], int] = {
+    dropped_programs: 12,
+    repeated_programs: 12,
+    swapped_sends: 2,
+    changed_messages: 6,
+    missing_events: 3,
+    dropped_accumulators: 10,
+    lost_updates: 8,
+    lost_norms: 2,
+    reused_memory: 6,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda each: each.__name__)
+def test_mutants_are_caught(program: Program, kind: Callable[[Bundle], Iterator[Bundle]]) -> None:
+    expected = outcome(program, program.stages)
+    assert not is_caught(program, expected, program.stages)
+    caught = [is_caught(program, expected, mutant) for mutant in kind(program.stages)]
+    assert len(caught) >= KINDS[kind]
+    assert all(caught), f"{caught.count(False)} of {len(caught)} stay: {caught}"

@@ -1,0 +1,202 @@
+"""Schedules of pipelines: their files, the choice of "auto", and what reports, traces and the proof know of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import spmd
+from passes import MemoryBudgetError, PassError, Program, Report, Role
+from passes.analysis.collective_algorithms import BUILT_IN, Algorithm, Link, Point
+from passes.ir.bundle import Bundle, messages_of
+from passes.ir.check_bundle import check_bundle
+from passes.ir.collectives import Kind, kind_of, peer_of
+from spmd.stages.schedule_files import Actions, schedule_text
+from spmd.stages.schedules import SCHEDULES, ended_role, orders, role_of, with_ends
+from tests.harness.fake import fake_world
+
+
+class Scale(nn.Module):
+    """A parameter before all others, so that the first stage has a gradient to compute, too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def compiled(ranks: int, rows: int = 64, layers: int = 1, width: int = 64, **mode: Any) -> spmd.CompiledStep:
+    """A step of equal stages, or of ``layers`` for each, on rank 0."""
+    model = nn.Sequential(Scale(width), *(nn.Linear(width, width, bias=False) for _ in range(ranks * layers)))
+    options: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4} | mode
+    if "stages" not in options:
+        options["stages"] = [str(k) for k in range(2, ranks * layers + 1)][layers - 1 :: layers][: ranks - 1]
+    with fake_world(ranks):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
+        given = {key: options.pop(key) for key in ("memory", "passes") if key in options}
+        made = spmd.compile(step, parallel_mode=spmd.DataParallel(mesh=mesh, **options), **given)
+        made(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(rows, width))
+    return made
+
+
+def schedules_of(made: spmd.CompiledStep) -> tuple[str, ...]:
+    assert made.program is not None
+    return made.program.schedules
+
+
+# Files
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_schedule_that_is_written_is_read_back(schedule: str, tmp_path: Path) -> None:
+    program = compiled(2, schedule=schedule).program
+    assert program is not None
+    path = tmp_path / "schedule.csv"
+    path.write_text(schedule_text(program.stages))
+    again = compiled(2, schedule=path).program
+    assert again is not None
+    assert schedule_text(again.stages) == path.read_text()
+    assert again.stages.calls == program.stages.calls
+    assert Actions.read(path, 4).splits_backward == (schedule == "zb-h1")
+
+
+def test_torch_reads_what_is_written() -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    program = compiled(2, schedule="1f1b").program
+    assert program is not None
+    rows = schedule_text(program.stages).splitlines()
+    actions = [[schedules._Action.from_str(each) for each in row.split(",")] for row in rows]
+    assert [str(each) for each in actions[0]] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3"]
+    assert [each.stage_index for each in actions[1]] == [1] * 8
+
+
+# The choice
+
+
+def test_auto_takes_the_fastest_and_of_equals_the_one_that_keeps_less() -> None:
+    assert schedules_of(compiled(2, rows=1024, schedule="auto"))[0] == "zb-h1"
+    found = schedules_of(compiled(2, rows=1024, schedule="auto", stages=None, layers=2))
+    assert set(found) == set(SCHEDULES)
+    assert found.index("1f1b") < found.index("gpipe")
+
+
+def test_auto_takes_what_fits_the_budget() -> None:
+    peaks, options = {}, {"rows": 4096, "micro_batches": 16}
+    for schedule in ("1f1b", "gpipe"):
+        report = compiled(2, schedule=schedule, **options).report()
+        peaks[schedule] = max(lane.peak for lane in report.lanes)
+    assert peaks["1f1b"] < 0.8 * peaks["gpipe"]
+    fits = compiled(2, schedule="auto", memory=1 << 30, **options)
+    assert schedules_of(fits) == schedules_of(compiled(2, schedule="auto", **options))
+    assert any("planned of" in note for note in fits.report().notes)
+    with pytest.raises(MemoryBudgetError, match="expected memory= to be at least"):
+        compiled(2, schedule="auto", memory=1 << 20, **options)
+
+
+# What is simulated
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "waits"), [("gpipe", 1, 1.0), ("1f1b", 1, 1.0), ("interleaved", 2, 0.5), ("zb-h1", 1, None)]
+)
+def test_programs_wait_as_long_as_the_formulas_say(schedule: str, virtual: int, waits: float | None) -> None:
+    ranks, count = 4, 8
+    stages = None if virtual == 1 else [str(k) for k in range(2, ranks * virtual + 1)]
+    options: dict[str, Any] = {} if stages is None else {"stages": stages}
+    made = compiled(ranks, 8 * 128, virtual, 1024, schedule=schedule, micro_batches=count, **options)
+    assert made.program is not None
+    point = (Point(1, 0.0, 0.0),)  # messages take no time
+    free = Link("gloo", "", ranks, {(kind, Algorithm.NATIVE): point for kind in (Kind.SEND, Kind.RECV)})
+    report = Report.of(made.program, costs=replace(BUILT_IN, links=(free,)))
+    seconds = {part: _seconds(report, part) for part in ("forward", "backward", "weights")}
+    work = sum(seconds.values()) * virtual
+    bubble = (ranks - 1) * (work * waits if waits else seconds["forward"] + seconds["backward"] - seconds["weights"])
+    ends = max(bar.end for lane in report.lanes for bar in lane.bars if bar.micro_batch is not None)
+    assert ends == pytest.approx(count * work + bubble, rel=0.05)
+
+
+def _seconds(report: Report, part: str) -> float:
+    bars = [bar.end - bar.start for lane in report.lanes for bar in lane.bars if bar.role.startswith(part)]
+    return sum(bars) / max(1, len(bars))
+
+
+def test_the_report_has_a_lane_for_each_rank(tmp_path: Path) -> None:
+    report = compiled(2, rows=1024, schedule="1f1b").report()
+    assert [lane.name for lane in report.lanes] == ["pp=0", "pp=1"]
+    bars = [bar for bar in report.lanes[0].bars if bar.role == "forward.0"]
+    assert [bar.micro_batch for bar in bars] == [0, 1, 2, 3]
+    for lane in report.lanes:
+        assert all(one.end <= other.start for one, other in zip(lane.bars, lane.bars[1:], strict=False))
+    assert report.count("send") == 4 and report.count("recv") == 5  # of micro-batches, and the loss
+    assert report.estimated is not None and 0.1 < report.bubble < 0.9
+    assert report.memory["cpu"].peak == report.lanes[0].peak
+    assert "pp=1" in str(report) and Report.from_dict(json.loads(json.dumps(report.to_dict()))).lanes == report.lanes
+    report.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"forward.0 of 3", "backward.1 of 0", "update.1"} <= {each["name"] for each in events}
+
+
+# The proof
+
+
+def many(bundle: Bundle, ranks: int, count: int) -> Bundle:
+    """Forward and backward of a pipeline of three stages, with as many copies of the middle one as ranks need."""
+    programs = {}
+    for rank in range(ranks):
+        like = 0 if rank == 0 else 2 if rank == ranks - 1 else 1
+        for part in ("forward", "backward"):
+            role = role_of(part, like)
+            for each in {role, ended_role(role)} & bundle.programs.keys():
+                programs[each.replace(f".{like}", f".{rank}")] = moved(bundle.programs[each], rank - like, rank, ranks)
+    receivers = {role_of("forward", k): [role_of("forward", k + 1)] for k in range(ranks - 1)}
+    receivers |= {role_of("backward", k): [role_of("backward", k - 1)] for k in range(1, ranks)}
+    senders = {receiver: [sender] for sender, (receiver,) in receivers.items()}
+    calls = with_ends(orders("1f1b", ranks, 1, count, role_of), receivers, senders)
+    return Bundle.of("many", programs, {"step": calls}, "pp", micro_batches=bundle.micro_batches)
+
+
+def moved(program: Program, by: int, rank: int, ranks: int) -> Program:
+    """A program for another rank, of so many. A message is named after its direction and its sender."""
+    (axis,) = program.mesh.axes
+    made = program.copy()
+    made.mesh = replace(program.mesh, axes=(replace(axis, size=ranks, coordinate=rank),))
+    for node in messages_of(made):
+        peer = peer_of(node) + by
+        sender = rank if kind_of(node) is Kind.SEND else peer
+        channel = f"{'forward' if (peer > rank) == (sender == rank) else 'backward'}.{sender}"
+        node.args = (*node.args[:-3], peer, channel, node.args[-1])
+    for each in ("inputs", "outputs"):
+        found = getattr(made, each)
+        setattr(made, each, [replace(o, name=f"{o.name}@{rank}") if o.role is Role.PENDING else o for o in found])
+    return made
+
+
+def test_the_proof_of_1024_ranks_takes_seconds() -> None:
+    program = compiled(3, passes=()).program
+    assert program is not None
+    bundle = many(program.stages, 1024, 4)
+    start = time.process_time()
+    check_bundle(bundle)
+    assert time.process_time() - start < 20
+    first, *others = bundle.calls["step"]
+    late = tuple(role for role in others[500] if role != "forward.501")
+    with pytest.raises(PassError):
+        check_bundle(bundle.with_orders({"step": (first, *others[:500], late, *others[501:])}))
