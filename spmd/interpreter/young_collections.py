@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _users_own = False
-"""Whether the user has frozen objects: to count them takes 60 ms beside torch, so one look that found some is enough."""
+"""Whether the user has frozen objects: counting takes 60 ms beside torch, so one look that found some is enough."""
 
 
 @contextmanager

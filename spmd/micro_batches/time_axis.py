@@ -40,7 +40,7 @@ def partition_in_time(
     note says so. ``dtype``: that of accumulators; None is that of what they add up. ``rows``: the dim of the rows of
     each argument, on a mesh without an axis that splits the batch. ``levels``: parts are equal, and their sums those of
     a balanced tree, of which a rank has so many levels. ``keeps_own``: parts are equal, and statistics are those of
-    each. Raises ``PartitionError``, with the op and the user's line, where a run would have to know rows of another one.
+    each. Raises ``PartitionError``, with the op and the user's line, where a run needs rows of another one.
     """
     rows = rows or _rows(program, plan, count)
     batch = [each for each in program.inputs if each.name in rows]
