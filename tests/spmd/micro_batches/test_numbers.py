@@ -312,9 +312,7 @@ class CountsParts(Pass):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("step", "wrong"), [(regress, Forgets()), (regress, DrawsAnew()), (masked, CountsParts())], ids=str
-)
+@pytest.mark.parametrize(("step", "wrong"), [(regress, Forgets()), (regress, DrawsAnew()), (masked, CountsParts())])
 def test_verify_catches_what_is_wrong_in_micro_batches(step: Callable[..., Any], wrong: Pass) -> None:
     model = nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.3), nn.Linear(64, 3)).double()
     found = verified(step, model, passes=[wrong], parallel_style="replicate", micro_batches=3)
