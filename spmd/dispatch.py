@@ -55,7 +55,7 @@ from .unsharded import check_is_sharded
 
 _ROOMS = (1.25, 1.5, 2.0, None)  # for rows of experts, as multiples of the ranks' mean; None: for all rows
 _MANY = 8  # programs of one step, before it warns
-_MANY_SIZES = 64  # programs that are kept of the sizes that one capture serves
+_MOST_NODES = 100_000  # captured nodes of all programs that are kept of the sizes that one capture serves: 0.6 GB
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Dispatch:
         self.last: Compiled | None = None
         self.outgrown = 0  # calls that had more rows of experts than there was room for
         self._room: float | None = _ROOMS[0]
-        self._used: dict[str, None] = {}  # the names of programs, that of the one last run at the end
+        self._used: dict[str, int] = {}  # the captured nodes of programs, by name, those of the one last run at the end
         self._function, self._reader = function, ArgumentReader(inspect.signature(function))
         self.numbers = LiveNumbers(name)
         self._changes: dict[int, str] = {}  # the reason that each program was compiled for, by its id
@@ -410,8 +410,9 @@ class Dispatch:
     def use(self, compiled: Compiled) -> None:
         """Note that a call runs a program; of more than ``max_programs``, the one that was run longest ago goes.
 
-        Where the user names no number, those count that are cheap to make again, since their capture is kept. Programs
-        of models that are gone count, too, since ranks notice at different times that a model is gone.
+        Where the user names no number, those count that are cheap to make again, since their capture is kept, by the
+        memory that they take. Programs of models that are gone count, too, since ranks notice at different times that a
+        model is gone.
         """
         counts = self.options.max_programs is not None or compiled.is_of_one_size
         if compiled is self.last or not counts:
@@ -419,13 +420,18 @@ class Dispatch:
             return
         self.last, name = compiled, compiled.program.name
         self._used.pop(name, None)
-        self._used[name] = None
-        if len(self._used) > (self.options.max_programs or _MANY_SIZES):
+        self._used[name] = compiled.captured.program.node_count
+        while self._keeps_too_many():
             oldest = next(iter(self._used))
             del self._used[oldest]
             for each in [each for each in self.programs if each.program.name == oldest]:
                 self.programs.remove(each)
                 each.drop()
+
+    def _keeps_too_many(self) -> bool:
+        if self.options.max_programs is not None:
+            return len(self._used) > self.options.max_programs
+        return len(self._used) > 1 and sum(self._used.values()) > _MOST_NODES
 
     def _describe(self, turn: Turn) -> list[str]:
         """The call in lines, for ranks that differ to find the first difference."""

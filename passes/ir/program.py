@@ -287,6 +287,11 @@ class Program:
         return self.graph_module.graph
 
     @property
+    def node_count(self) -> int:
+        """The number of nodes."""
+        return len(self.graph.nodes)
+
+    @property
     def placeholders(self) -> list[fx.Node]:
         """The placeholders, in the order of ``inputs``."""
         return list(self.graph.find_nodes(op="placeholder"))

@@ -69,7 +69,7 @@ def program_from_data(data: Mapping[str, Any], mesh: Mesh) -> Program:
     )
     del program.graph_module
     program.read_graph = lambda: LazyGraphModule(torch.nn.Module(), reader.graph(data))
-    program.assigned = data["assignment"]
+    program.assigned, program.stored_nodes = data["assignment"], len(data["nodes"])
     return program
 
 
@@ -81,7 +81,13 @@ class StoredProgram(Program):
 
     read_graph: Callable[[], fx.GraphModule]
     assigned: str | None = None
+    stored_nodes: int
     _assignment: Any = None
+
+    @property
+    def node_count(self) -> int:
+        """The number of nodes, for which the graph need not be made."""
+        return self.stored_nodes
 
     @property
     def assignment(self) -> Any:

@@ -334,7 +334,7 @@ def test_all_ranks_keep_a_trace_for_other_sizes_or_none(ranks: Ranks) -> None:
 
 
 def test_programs_of_one_capture_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_MANY_SIZES", 2)
+    monkeypatch.setattr(dispatch, "_MOST_NODES", 8)  # of 3 in each program
     compiled = spmd.compile(lambda x: x.sum())
     with counted_captures() as traced:
         for size in (2, 3, 4, 5, 6, 3):
