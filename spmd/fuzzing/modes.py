@@ -47,8 +47,7 @@ MESHES = (
 
 AXES = '{"batch": "x", "tensor": "tp"}'  # roles of a mesh whose first axis does not split the batch
 
-# Roles of a mesh with an axis ``cp``, and how attention and causal rows are laid out.
-SEQUENCES = tuple(f'axes={{"sequence": "cp"{{batch}}}}{more}' for more in ("", ', attention="ring"', ", balance=False"))
+SEQUENCES = ("", ', attention="ring"', ", balance=False")  # options of a mesh whose axis ``cp`` splits sequences
 
 # Annotations of a layer ``{m}``, in the place of a style.
 ANNOTATIONS = (

@@ -147,8 +147,8 @@ def _compile(gene: Gene, forward: Forward, script: Script) -> None:
         axes = f", axes={AXES}" if "x" in script.mesh else ""
         script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}{axes}, params={placed})"
     elif "cp" in script.mesh:
-        roles = gene.of(SEQUENCES).format(batch=', "batch": "dp"' if "dp" in script.mesh else "")
-        script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, {roles})"
+        roles = {"sequence": "cp"} | ({"batch": "dp"} if "dp" in script.mesh else {})
+        script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, axes={roles}{gene.of(SEQUENCES)})"
     elif kind == "annotations":
         script.annotations = _annotations(gene, forward)
     elif kind == "placed":

@@ -15,13 +15,13 @@ from typing import Any, Literal
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..placements import Mirrored
+from ..placements import Mirrored, same_rows
 from .base import Info, Local, OpCall, Option, R, S, Sends, parameters
 from .einsum_labels import EQUAL, WHOLE, Dims, aligned, arguments, option, options
 from .optional_ops import aten
 from .registry import rule
 from .sequences import gathered_keys, ring
-from .sequences.kernels import ON_CPU
+from .sequences.kernels import MASKS, ON_CPU
 
 HEADS, QUERIES = "bh..", "bht."
 Form = Literal["gather", "ring", "heads"]
@@ -112,26 +112,31 @@ _PARTS = (S(2), Mirrored(2, 1))  # of queries, whose places in the whole the pro
 
 
 def _in_a_ring(call: OpCall, found: list[Option], local: Local, sends: Sends) -> list[Option]:
-    """For options that gather keys, those that pass them around; none with a mask, which has columns for all keys."""
+    """For options that gather keys, those that pass them around; none with a mask that has a gradient."""
     rows = call.arg("key").shape[2]
-    if _mask(call, HEADS) or not call.fills(rows):
+    if (any(call.results[3:]) and _mask(call, HEADS)) or not call.fills(rows) or not ring.reads_masks(call):
         return []
     parts = _PARTS if rows == call.arg("query").shape[2] else _PARTS[:1]
     split = [o.results[0] for o in found if o.name == GATHER and o.results[0] in parts]
     given = {name: value for name, value in arguments(call) if isinstance(value, Info)}
     made = [
         option(
-            call, {k: _with_rows(x, placed) for k, x in given.items()}, [_with_rows(x, placed) for x in call.results]
+            call,
+            {name: _with_rows(x, placed, name in MASKS) for name, x in given.items()},
+            [_with_rows(x, placed) for x in call.results],
         )
         for placed in split
-        if placed is not None
+        if isinstance(placed, Shard)
     ]
     return [replace(each, local=local, sends=sends, name=RING) for each in made]
 
 
-def _with_rows(info: Info | None, placed: Placement) -> Placement:
-    """The placement of a tensor where rows are ``placed``: the state of random draws has none."""
-    return placed if info is not None and info.ndim > 2 and info.shape[2] else R
+def _with_rows(info: Info | None, placed: Shard, is_mask: bool = False) -> Placement:
+    """The placement of a tensor where rows are ``placed``: the state of random draws has none, a mask may have one."""
+    if info is None or info.ndim < (2 if is_mask else 3):
+        return R
+    dim = info.ndim - 2 if is_mask else 2
+    return same_rows(placed, dim, getattr(placed, "outer", 1)) if info.shape[dim] > int(is_mask) else R
 
 
 def _splits_queries(option: Option) -> bool:

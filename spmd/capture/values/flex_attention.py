@@ -15,8 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ..._torch import NO_BLOCKS, TorchFunctionMode, is_noop_mask, patched_flex_attention, version_of
+from ..._torch import (
+    NO_BLOCKS,
+    FakeTensor,
+    TorchFunctionMode,
+    disable_modes,
+    is_noop_mask,
+    patched_flex_attention,
+    version_of,
+)
 from ..unsupported import Refused
 
 Function = Callable[..., Tensor]
@@ -58,10 +67,31 @@ def _mask(block_mask: tuple[Any, ...], scores: Tensor) -> Tensor | None:
                 "the mask of a rank's rows. Make it by create_block_mask, or pass a mask_mod to from_kv_blocks."
             )
         return None
+    _check_blocks(block_mask, mask_mod)
     mask = _over_positions(mask_mod, scores)
     for dim in (0, 1):
         mask = mask if mask.stride(dim) else mask.narrow(dim, 0, 1)
     return mask
+
+
+def _check_blocks(block_mask: tuple[Any, ...], mask_mod: Function) -> None:
+    """Refuse blocks that hide more than the mask's function: kernels follow them, and torch's other ops do not.
+
+    Blocks that the step makes are those of the function; what it reads from arguments is not known yet.
+    """
+    (queries, keys, counts, listed, all_counts, all_listed), size = block_mask[:6], block_mask[-3:-1]
+    if isinstance(counts, FakeTensor):
+        return
+    with disable_modes():
+        made = BlockMask.from_kv_blocks(counts, listed, all_counts, all_listed, size, seq_lengths=(queries, keys))
+        batch, heads = listed.shape[:2]
+        expected = create_block_mask(mask_mod, batch, heads, queries, keys, counts.device, size).to_dense()
+        if not isinstance(expected, FakeTensor) and bool((expected > made.to_dense()).any()):
+            raise Refused(
+                "it passes flex_attention a BlockMask whose blocks hide keys that its mask_mod shows, so that its "
+                "kernel for GPUs and its other ops give different results. Let the mask_mod hide them, too, and make "
+                "the mask by create_block_mask."
+            )
 
 
 def _over_positions(function: Function, like: Tensor, *scores: Tensor) -> Tensor:

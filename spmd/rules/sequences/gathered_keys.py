@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
 
 from ...placements import mirrored_pieces
-from ..base import Info, LocalPart, OpCall, Parts, Run
-from .bands import Band
-from .kernels import MASKS, ON_CPU, SAVED, Kernel, Keys, added, fewest, grad_of, joined, padded
+from ..base import LocalPart, OpCall, Parts, Run
+from .kernels import ALIGNED_TO, ON_CPU, SAVED, Kernel, Keys, added, band_of, fewest, grad_of, joined, padded
 
 aten = torch.ops.aten
-_ALIGNED_TO = 16  # elements of a bias, at which kernels of a GPU read it
 
 
 def gathered(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
@@ -67,16 +64,7 @@ def to_all_keys_backward(run: Run, call: OpCall, args: tuple[Any, ...], parts: P
 
 def hides_by_position(call: OpCall) -> bool:
     """Whether a mask is known to hide keys by their distance from the query, and has no gradient."""
-    return _band(call) is not None and not any(call.results[3:])
-
-
-def _band(call: OpCall) -> Band | None:
-    """The band of keys around each query that the mask of a call shows."""
-    masks = [call.arg(name) for name in MASKS]
-    found = next((mask.positions for mask in masks if isinstance(mask, Info)), None)
-    if not isinstance(found, Band) or (found.row, found.column) != (-2, -1):
-        return None
-    return found if found.outside is False or found.outside == -inf else None
+    return band_of(call) is not None and not any(call.results[3:])
 
 
 class Window(NamedTuple):
@@ -89,14 +77,14 @@ class Window(NamedTuple):
     @classmethod
     def of(cls, kernel: Kernel, part: LocalPart | None) -> Window:
         """The keys that are in the band of the mask of some row."""
-        call, band = kernel.call, _band(kernel.call)
+        call, band = kernel.call, band_of(kernel.call)
         assert part is not None
         if band is None or part.mirrored:
             return cls.all_of(call)
         start, length = part.start[2], call.arg("key").shape[2]
         least = fewest(call, length)
         first = int(min(max(start + band.low, 0), length - least))
-        first -= 0 if call.target in ON_CPU else first % _ALIGNED_TO
+        first -= 0 if call.target in ON_CPU else first % ALIGNED_TO
         return cls(first, int(max(min(start + part.shape[2] + band.high, length), first + least)))
 
     @classmethod
@@ -109,8 +97,7 @@ class Window(NamedTuple):
         key, value = kernel.operands("key", "value")
         if not self.is_cut:
             return Keys(key, value, "of all")
-        given, name = kernel.given | kernel.run.kwargs, "that rows may see"
-        mask = next(given[each] for each in MASKS if given.get(each) is not None)
+        name, mask = "that rows may see", kernel.mask
         cut = [(key, 2), (value, 2), (mask, len(kernel.run.shape(mask)) - 1)]
         key, value, mask = (kernel.run.rows(x, dim, self.first, self.end, name) for x, dim in cut)
         return Keys(key, value, name, mask=mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -11,12 +12,14 @@ import torch
 
 from passes.ir.ops import aten as listed
 
-from ..base import OpCall, Run, parameters
+from ..base import Info, OpCall, Run, parameters
+from .bands import Band
 
 aten = torch.ops.aten
 NEVER = 1e30  # exp(x - NEVER) is zero for every score x
 _PADS = {*listed("_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward")}
 _PADDED_TO = 32  # rows of the log-sum-exp of these kernels
+ALIGNED_TO = 16  # elements of a bias, at which kernels of a GPU read it
 MASKS = ("attn_mask", "attn_bias")
 SAVED = ("query", "key", "value", "out", "logsumexp")
 ON_CPU = {*listed("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward")}
@@ -57,6 +60,12 @@ class Kernel:
         named = parameters(self.call.target)
         defaults = {name: default for name, (position, default) in named.items() if position is not None}
         return defaults | dict(zip(named, self.args, strict=False))
+
+    @property
+    def mask(self) -> Any:
+        """The mask, or bias, on this rank; None if there is none."""
+        given = self.given | self.run.kwargs
+        return next((given[name] for name in MASKS if given.get(name) is not None), None)
 
     def operands(self, *names: str) -> list[Any]:
         """Arguments by name."""
@@ -145,3 +154,12 @@ def padded(run: Run, rows: Any, before: int, after: int) -> Any:
 def added(run: Run, first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
     """The sums of pairs."""
     return [run(aten.add.Tensor, pair) for pair in zip(first, second, strict=True)]
+
+
+def band_of(call: OpCall) -> Band | None:
+    """The band of keys around each query that the mask of a call shows."""
+    masks = [call.arg(name) for name in MASKS]
+    found = next((mask.positions for mask in masks if isinstance(mask, Info)), None)
+    if not isinstance(found, Band) or (found.row, found.column) != (-2, -1):
+        return None
+    return found if found.outside is False or found.outside == -inf else None

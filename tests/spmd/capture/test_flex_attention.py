@@ -49,7 +49,7 @@ class Layer(nn.Module):
             "capped": (lambda b, h, i, j: i >= j, lambda s, b, h, i, j: 2 * (s / 2).tanh()),
             "table": (
                 lambda b, h, i, j: documents[b, i] == documents[b, j],
-                lambda s, b, h, i, j: s + self.table[h, i - j + LENGTH],
+                lambda s, b, h, i, j: s + self.table[h, i - j + LENGTH] * (1 + self.table[h, 0]),
             ),
         }[self.kind]
         return x + self.out(attention(q, k, v, mask_mod, score_mod).transpose(1, 2).flatten(2))
@@ -145,9 +145,15 @@ def test_a_mask_that_changed_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_mask_of_blocks_alone_is_refused() -> None:
-    counts, blocks = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    mask = BlockMask.from_kv_blocks(counts, blocks, BLOCK_SIZE=LENGTH)
-    with pytest.raises(CaptureError, match=r"a BlockMask that lists blocks and has no mask_mod") as raised:
+@pytest.mark.parametrize("mask_mod, message", [
+    (None, "a BlockMask that lists blocks and has no mask_mod"),
+    (lambda b, h, i, j: i >= 0, "a BlockMask whose blocks hide keys that its mask_mod shows"),
+])  # fmt: skip
+def test_masks_of_blocks_that_are_refused(mask_mod: Any, message: str) -> None:
+    """The second of two blocks of keys is not listed."""
+    counts, blocks = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 2, dtype=torch.int32)
+    size = (LENGTH, LENGTH // 2)
+    mask = BlockMask.from_kv_blocks(counts, blocks, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=(LENGTH, LENGTH))
+    with pytest.raises(CaptureError, match=message) as raised:
         spmd.compile(infer)(torch.randn(1, HEADS, LENGTH, 4), mask)
     assert "test_flex_attention.py" in str(raised.value)

@@ -146,17 +146,21 @@ def train_packed_in_a_window(model: nn.Module, optimizer: Any, x: Tensor, ends: 
 
 
 @pytest.mark.slow
-def test_a_window_of_packed_documents_skips_what_no_row_sees() -> None:
+@pytest.mark.parametrize("attention, keys", [
+    ("gather", [6]),  # of 16: four of its own, and two before
+    ("ring", [4, 4]),  # its own, and those of the rank before, of four ranks
+])  # fmt: skip
+def test_a_window_of_packed_documents_skips_what_no_row_sees(attention: Any, keys: Any) -> None:
     given = *arguments(16, 2, rows=2, is_causal=False), torch.tensor([5, 7, 16])
-    whole = {"inputs": {"ends": Replicate()}, "attention": "gather"}
+    whole = {"inputs": {"ends": Replicate()}, "attention": attention}
     assert verified(given, {"cp": 4}, train_packed_in_a_window, **whole)
     with fake_world(4, 2):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
         step = spmd.compile(train_packed_in_a_window, parallel_mode=spmd.DataParallel(mesh=mesh, **CONTEXT, **whole))
         step(*given)
     nodes = [n for n in step.program.graph.nodes if "attention_for_cpu" in str(n.target)]
-    keys = [n.args[1].meta["val"] if len(n.args) == 3 else n.args[2].meta["val"] for n in nodes]
-    assert [key.shape[2] for key in keys] == [6, 6], "of 16: four of its own, and two before"
+    read = [n.all_input_nodes[2 if "backward" in str(n.target) else 1].meta["val"] for n in nodes]
+    assert [key.shape[2] for key in read] == 2 * keys, "in forward and backward"
 
 
 @pytest.mark.slow

@@ -50,10 +50,12 @@ def test_each_option_is_right_on_the_parts(name: str, rows: int, heads: int, cau
 
 @pytest.mark.parametrize("name", [CUDNN, EFFICIENT])
 def test_rows_of_a_bias(name: str) -> None:
+    """A ring reads its columns, but finds no gradient of it."""
     for sample in samples(name, 32, 4, causal=False, bias=True):
         assert check(sample, 2)
         assert any(has_form(option, "gather") for option in options_of(sample, 2))
-        assert not any(has_form(option, "ring") for option in options_of(sample, 2))
+        has_gradient = sample.op is find(f"{EFFICIENT}_backward")
+        assert any(has_form(option, "ring") for option in options_of(sample, 2)) != has_gradient
 
 
 @pytest.mark.parametrize("name, rows", [(FLASH, 16), (CUDNN, 16), (EFFICIENT, 32), (EFFICIENT, 16)])
