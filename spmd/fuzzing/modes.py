@@ -41,9 +41,12 @@ MESHES = (
     {"dp": 2, "tp": 1},
     {"replicate": 1, "shard": 3},
     {"dp": 1},
+    {"ep": 2},  # with ``EXPERTS``
+    {"dp": 2, "ep": 2},
 )
 
 AXES = '{"batch": "x", "tensor": "tp"}'  # roles of a mesh whose first axis does not split the batch
+EXPERTS = ('{"batch": ("dp", "ep"), "experts": "ep"}', '{"batch": "dp", "experts": "ep"}')  # of two axes
 
 # Annotations of a layer ``{m}``, in the place of a style.
 ANNOTATIONS = (
