@@ -184,15 +184,14 @@ class _Certification:
         follows = any(symbols.is_unknown(x) for of_rank in ours for x in of_rank)
         found = self.parts.find(nodes, ours) if all(map(self.whole.knows, ours[0])) else None
         for rank in unknown if found is None else range(len(self.ranks)):
-            if found is None and unknown[rank].results is not None:
-                self.ranks[rank].give(nodes[rank], unknown[rank].results)
-            elif found is None:
+            results = unknown[rank].results if found is None else self.parts.results(self.ranks[rank], found)
+            if results is None:
                 self.ranks[rank].give_unknown(nodes[rank])
             else:
-                self.ranks[rank].give(nodes[rank], self.parts.results(self.ranks[rank], found))
-        error = next(iter(unknown.values()))
-        if found is None and not follows and error.results is None:
-            self.unshown.setdefault(nodes[0], error)
+                self.ranks[rank].give(nodes[rank], results)
+        first = next(iter(unknown.values()))
+        if found is None and not follows and first.results is None:
+            self.unshown.setdefault(nodes[0], first)
 
     # Outputs.
 

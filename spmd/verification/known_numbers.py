@@ -25,8 +25,8 @@ Results = list[Any]
 
 _LARGEST = 2**24  # a fraction is a larger residue
 _CHOOSE = ("topk", "sort", "argsort", "argmax", "argmin")
-_BY_NUMBER = ("index", "_unsafe_index", "index_select", "embedding", "gather")
-_BY_NUMBER += ("where", "masked_fill", "scatter", "index_put")
+_TAKE = ("index", "_unsafe_index", "index_select", "embedding", "gather")
+_JOIN = ("where", "masked_fill", "scatter", "index_put")  # of several tensors, one
 _ADD = ("index_add", "scatter_add", "index_put", "_unsafe_index_put")
 _WITHOUT = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
@@ -56,7 +56,7 @@ def by_numbers(op: OpOverload, args: Any, kwargs: Any) -> Results | None:
         results = list(results) if isinstance(results, (list, tuple)) else [results]
         if name == "histc" or all(not each.is_floating_point() for each in results):
             return [symbols.of_values(each) for each in results]
-    return _moved(op, name, args) if name in _BY_NUMBER else None
+    return _moved(op, name, args) if name in _TAKE + _JOIN else None
 
 
 def _within(ends: Tensor, each: int, rows: int, room: int) -> Results | None:
@@ -75,10 +75,9 @@ def _moved(op: OpOverload, name: str, args: Any) -> Results | None:
     moves = [x for x in tree_flatten(args)[0] if _is_elements(x)]
     floats = {dtype for x in moves if (dtype := symbols.dtype_of(x)) is not None and dtype.is_floating_point}
     by = [numbers(x) for x in moves if symbols.dtype_of(x) not in floats]
-    joins = name in ("where", "masked_fill", "scatter", "index_put")  # several tensors become one
     if len(floats) != 1 or any(x is None for x in by) or (name == "index_put" and args[3:4] == (True,)):
         return None
-    if joins and any(map(_is_pending, moves)):
+    if name in _JOIN and any(map(_is_pending, moves)):
         return None
     (dtype,) = floats
 
@@ -162,7 +161,8 @@ def _added(op: OpOverload, given: dict[str, Any]) -> list[Tensor] | None:
 
     def lane(k: int) -> Tensor:
         own = {n: symbols.lane(symbols.pieces(x)[0], k) if _is_elements(x) else x for n, x in replaced.items()}
-        return op(*(own[each.name] for each in schema(op).arguments if not each.kwarg_only))
+        found: Tensor = op(*(own[each.name] for each in schema(op).arguments if not each.kwarg_only))
+        return found
 
     return [symbols.of_lanes(lane(0), lane(1))]
 

@@ -42,7 +42,7 @@ class Machine:
         self._arenas: set[int] = set()
         self._unknowns = 0
         self._sizes = [axis.size for axis in program.mesh.axes]
-        self.routes = captured is not None and captured.routes  # whether numbers are known
+        self.routes: bool = captured is not None and captured.routes  # whether numbers are known
 
     # Values.
 

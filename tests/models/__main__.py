@@ -3,8 +3,8 @@
 Each is trained by SGD with momentum on two gloo ranks, each with rows of its own, and in one process on the whole
 batch; models of text also with a split sequence, and mixtures with split experts. A line of the table: how many nodes
 one rank's program has, what it communicates, how long one program takes to compile, and the largest difference of any
-number, or what is wrong in a line. Exits with 1 if something is. What all architectures have run rewrites its columns
-of the table in ``docs/models.md``, without the seconds.
+number, or what is wrong in a line. Exits with 1 if something is. The table in ``docs/models.md`` has the same, without
+the seconds: a run of all architectures rewrites it, one of some with a role their cells in its column.
 """
 
 from __future__ import annotations
@@ -116,20 +116,20 @@ def _table(lines: list[tuple[str, ...]]) -> Table:
 def _markdown(lines: list[tuple[str, ...]], before: str) -> str:
     """A row for each architecture, styles side by side where they differ; no seconds, which differ from run to run.
 
-    What not all architectures have run stands as it did before.
+    What was not run now stands as it did before; nodes and collectives are rewritten in a run of all in both styles.
     """
     kept = {row[0]: row for row in (line.strip("| ").split(" | ") for line in before.splitlines())}
     has_run = {style: _of(style, lines) for style in (*STYLES, *ROLES)}
-    complete = {style for style, run in has_run.items() if run.keys() == {e.name for e in ENTRIES if _has(e, style)}}
+    all_run = all(has_run[style].keys() == {entry.name for entry in ENTRIES} for style in STYLES)
     columns = [k for k, heading in enumerate(HEADINGS) if heading not in ("style", "seconds")]
     rows = [(*(HEADINGS[k] for k in columns), *ROLES), ("---",) * (len(columns) + len(ROLES))]
-    for name in (entry.name for entry in ENTRIES):
-        row = [*kept.get(name, ()), *[""] * (len(rows[0]) - len(kept.get(name, ())))]
-        if complete >= set(STYLES):
+    for name in (entry.name for entry in ENTRIES if all_run or entry.name in kept):
+        row = [*kept.get(name, ()), *[""] * len(rows[0])][: len(rows[0])]
+        if all_run:
             cells = _side_by_side([has_run[style][name] for style in STYLES])
             row[: len(columns)] = [cells[k] for k in columns]
         for k, role in enumerate(ROLES, len(columns)):
-            row[k] = has_run[role].get(name, ("",))[-1] if role in complete else row[k]
+            row[k] = has_run[role].get(name, (row[k],))[-1]
         rows.append(tuple(row))
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
