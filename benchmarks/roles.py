@@ -8,7 +8,7 @@ Cores share a memory and perhaps more: "one rank, twice at once" is its step on 
 speedup of that, for twice the work, is the most that two ranks can have on this machine.
 
 sequences    a GPT of 256 x 4, causal, 2 x 2,048 tokens: attention by gathered keys, a ring, heads; without balance
-experts      a Mixtral of 256 x 4 from transformers, 8 experts, top 2, 8 x 128 tokens
+experts      a Mixtral of 256 x 4 from transformers, 8 experts, top 2, 8 x 128 tokens; and torch's FSDP2, per layer
 stages       a GPT of 256 x 8, 8 micro-batches of 1 x 128 tokens, 1f1b and gpipe; and torch's Schedule1F1B, same cut
 """
 
@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.optim import AdamW
 
@@ -193,6 +194,11 @@ def steps_of(
         splits = not {"sequence", "stages"} & options.get("axes", {}).keys()
         mine = [each.chunk(RANKS)[rank] if splits else each for each in (x, y)]
         found[name] = ours(build, *mine, mesh["x"], options)
+    if "experts" in modes:
+        mine = [each.chunk(RANKS)[rank] for each in (x, y)]
+        for name, reshard in (("torch, FSDP2", True), ("torch, FSDP2, kept whole", False)):
+            torch.manual_seed(0)
+            found[name] = fsdp(build(), mesh["x"], reshard, *mine), lambda: 0
     if has_stages:
         torch.manual_seed(0)
         found["torch, Schedule1F1B"] = schedule_1f1b(build(), rank, x, y), lambda: 0
@@ -216,6 +222,20 @@ def ours(
         return roles.peak - kept
 
     return lambda: float(step(model, optimizer, x, y)), peak
+
+
+def fsdp(model: Any, mesh: DeviceMesh, reshard: bool, x: Tensor, y: Tensor) -> Step:
+    """Torch's own: each layer is gathered and reduced by itself, the rest with the root. ``reshard``: after forward."""
+    for each in (*model.inner.model.layers, model):
+        fully_shard(each, mesh=mesh, reshard_after_forward=reshard)
+    optimizer = AdamW(model.parameters(), fused=True)
+
+    def step() -> float:
+        loss = train_step(model, optimizer, x, y).detach()
+        dist.all_reduce(loss)
+        return float(loss) / RANKS
+
+    return step
 
 
 def schedule_1f1b(model: Any, rank: int, x: Tensor, y: Tensor) -> Step:

@@ -53,7 +53,7 @@ def test_roles_are_raced_beside_one_rank(tmp_path: Path) -> None:
     run = programs.run(["-m", "benchmarks.roles", "sequences", "--smoke", "--rounds", "1", "--json", tmp_path / "out"])
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "out").read_text())["sequences"]
-    assert list(found) == ["one rank", "gather"]
+    assert list(found) == ["one rank", "one rank, twice at once", "gather"]
     assert all(len(each["ms"]) == 1 and each["peak"] > 0 for each in found.values())
 
 
@@ -79,10 +79,11 @@ def test_compiler_measures_all_stages(tmp_path: Path) -> None:
 
 
 def test_a_share_of_many_ranks_is_estimated_without_them() -> None:
-    options = ["--ranks", "64", "--layers", "2", "--width", "512", "--tokens", "128"]
+    options = ["--ranks", "64", "--layers", "2", "--width", "512", "--tokens", "128", "--experts", "8"]
     run = programs.run(["-m", "benchmarks.many_ranks", *options])
     assert run.returncode == 0, run.stdout + run.stderr
     assert "2 layers of width 512, 128 tokens a rank, 64 H100s:" in run.stdout
+    assert "2 layers of 8 experts, sorted of width 512, 128 tokens a rank, 64 H100s:" in run.stdout
     assert re.search(r"estimated step \d+ ms, of which [\d.]+ ms \([\d.]+%\) are exposed communication", run.stdout)
 
 

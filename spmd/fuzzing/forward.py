@@ -13,7 +13,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .choices import Gene
-from .statements import ACROSS_ROWS, ARGUMENTS, CALLED, JOINED, LAYERS, LINES, RANDOM, ROWWISE, STATEFUL, options
+from .statements import (
+    ACROSS_ROWS,
+    ARGUMENTS,
+    CALLED,
+    JOINED,
+    LAYERS,
+    LINES,
+    MIXTURES,
+    RANDOM,
+    ROWWISE,
+    STATEFUL,
+    options,
+)
 
 _FAMILIES = (
     "layer rowwise layer across called rowwise across lines joined random kept reused stateful called layer argument"
@@ -79,6 +91,11 @@ class Forward:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             is_table = not self.h.is_floating_point()
             self._add("nn.Embedding(5, {w})" if is_table else "nn.Linear({n}, {w})", "h = {m}(h)", Gene())
+
+    def add_mixture(self, gene: Gene) -> bool:
+        """Add a mixture of experts, of ``h`` as rows of features; returns whether that is possible."""
+        setup, layer, lines = gene.of(MIXTURES)
+        return self.h.ndim == 2 and self._add(layer, lines, gene, setup)
 
     def change(self, line: str) -> bool:
         """Change the model by a line; returns whether that is possible."""

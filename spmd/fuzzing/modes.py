@@ -43,9 +43,12 @@ MESHES = (
     {"dp": 2, "tp": 1},
     {"replicate": 1, "shard": 3},
     {"dp": 1},
+    {"ep": 2},  # with ``EXPERTS``
+    {"dp": 2, "ep": 2},
 )
 
 AXES = '{"batch": "x", "tensor": "tp"}'  # roles of a mesh whose first axis does not split the batch
+EXPERTS = ('{"batch": ("dp", "ep"), "experts": "ep"}', '{"batch": "dp", "experts": "ep"}')  # of two axes
 
 SEQUENCES = ("", ', attention="ring"', ", balance=False")  # options of a mesh whose axis ``cp`` splits sequences
 

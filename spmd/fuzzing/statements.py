@@ -68,6 +68,28 @@ LINES = (
     ("", "mean, variance = torch.var_mean(h, 0)\nh = (h - mean) * torch.rsqrt(variance + 1)"),
 )
 
+# Mixtures of experts, for meshes with an axis for them: the setup, the layer, and lines as above.
+_EXPERTS = (
+    "nn.ParameterList([torch.randn({n}, 4), torch.randn(4, {n}, {w}) / 2, torch.randn(4, {w}, {n}) / 2])",
+    "weights, chosen = (h @ {m}[0]).softmax(-1).topk(2)",
+    "experts, order = chosen.flatten().sort()\nends = experts.bincount(minlength=4).cumsum(0).int()",
+)
+MIXTURES = (
+    ("", _EXPERTS[0], f"""{_EXPERTS[1]}
+out = torch.tanh(h.repeat_interleave(2, 0).unsqueeze(1) @ {{m}}[1][chosen.flatten()]) @ {{m}}[2][chosen.flatten()]
+h = (out.squeeze(1) * weights.flatten().unsqueeze(1)).unflatten(0, (-1, 2)).sum(1) + h"""),
+    ("import transformers.integrations.moe", _EXPERTS[0], f"""{_EXPERTS[1]}
+{_EXPERTS[2]}
+out = torch.tanh(torch.ops.transformers.grouped_mm_fallback(h[order // 2], {{m}}[1], ends))
+out = torch.ops.transformers.grouped_mm_fallback(out, {{m}}[2], ends) * weights.flatten()[order].unsqueeze(1)
+h = torch.zeros_like(h).index_add(0, order // 2, out)"""),
+    ("", _EXPERTS[0], f"""{_EXPERTS[1]}
+hot = F.one_hot(chosen, 4).sum(1)
+sent = F.one_hot((hot.cumsum(0) - 1).clamp(0, {{b}} - 1), {{b}}) * hot.unsqueeze(-1) * 1.0
+out = torch.tanh(torch.bmm(torch.einsum("bec,bd->ecd", sent, h), {{m}}[1])) @ {{m}}[2]
+h = torch.einsum("bec,ecd->bd", sent, out) * weights.sum(1, keepdim=True) + h"""),
+)  # fmt: skip
+
 # State beside parameters: how it is made, and what a step does with it.
 STATEFUL = (
     ('model.register_buffer("seen", torch.zeros({n}))', "model.seen += h.detach().mean(0)\nh = h - model.seen"),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ..call.rng import random_state_kept
 from .choices import Choices, Gene
 from .forward import Forward
-from .modes import ANNOTATIONS, AXES, MESHES, PLACED, ROUNDED, SEQUENCES, STYLES, pipelines
+from .modes import ANNOTATIONS, AXES, EXPERTS, MESHES, PLACED, ROUNDED, SEQUENCES, STYLES, pipelines
 from .plain_run import can_be_verified
 from .script import Script
 from .training import CHANGES, LOSSES, OPTIMIZERS, PARAMETERS, RESULTS, TRAININGS
@@ -50,6 +50,10 @@ def _written(choices: Choices) -> Script:
     forward = Forward(eval(script.data["x"]))
     for numbers in choices.statements:
         forward.add(Gene(numbers))
+    mode = Gene(choices.mode)
+    script.mesh, script.steps = mode.of(MESHES), mode.of(_STEPS)
+    if "ep" in script.mesh and not forward.add_mixture(mode):
+        script.mesh = MESHES[0]
     forward.add_trained_layer()
     script.layers, script.setup = forward.layers, forward.setup
     script.data |= forward.data
@@ -57,8 +61,7 @@ def _written(choices: Choices) -> Script:
     for numbers in choices.changes:
         _change(Gene(numbers), forward, script)
     _optimizers(Gene(choices.optimizer), script, forward)
-    mode = Gene(choices.mode)
-    even = _mesh(mode, script, len(forward.x))
+    even = len(forward.x) % script.ranks == 0  # rows of the batch
     script.body = _body(Gene(choices.training), [*forward.text(), f"loss = {loss}"], script, even)
     _compile(mode, forward, script)
     _passes(Gene(choices.passes), script)
@@ -133,17 +136,14 @@ def _for_each_optimizer(line: str, script: Script) -> list[str]:
     return [line.replace("optimizer.", f"{name}.") for name in script.optimizers]
 
 
-def _mesh(gene: Gene, script: Script, rows: int) -> bool:
-    """Choose the ranks and steps; returns whether the rows of the batch divide by the ranks."""
-    script.mesh, script.steps = gene.of(MESHES), gene.of(_STEPS)
-    return rows % script.ranks == 0
-
-
 def _compile(gene: Gene, forward: Forward, script: Script) -> None:
     """A mode that fits the mesh."""
     kind = gene.of("style style style annotations placed style rounded inputs".split())
     placed = _placed(gene, forward, script)
-    if len(script.mesh) == 2 and "tp" in script.mesh:
+    if "ep" in script.mesh:
+        axes = gene.of(EXPERTS) if len(script.mesh) > 1 else '{"batch": "ep", "experts": "ep"}'
+        script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, axes={axes})"
+    elif len(script.mesh) == 2 and "tp" in script.mesh:
         axes = f", axes={AXES}" if "x" in script.mesh else ""
         script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}{axes}, params={placed})"
     elif "cp" in script.mesh:

@@ -62,6 +62,8 @@ class Hints:
             return self._of_draw(node)
         if node in self.context.routes.hints:
             return self.context.routes.hints[node]
+        if node in self.context.routes.returns:
+            return self.context.routes.returns[node]
         user = next(iter(node.users)) if len(node.users) == 1 else None
         if user is not None and user.target is CONSTRAIN:
             return constrained_to(user, self.context.replicated, self.context.mesh)

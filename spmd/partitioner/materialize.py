@@ -141,7 +141,8 @@ class Materializer:
     def materialize(self, value: Value, placement: Placements, reason: Reason) -> Any:
         """The node that holds ``value`` in ``placement``: there already, computed once more, or communicated."""
         if placement not in value.nodes:
-            node = self._recompute(value, placement) or self._view_of_gathered(value, placement, reason)
+            node = self._recompute(value, placement) or self._zeros(value, placement)
+            node = node or self._view_of_gathered(value, placement, reason)
             if node is None:
                 if self.diagnostics is not None:
                     self.diagnostics.moved(value, placement, reason)
@@ -159,6 +160,15 @@ class Materializer:
         """Compute this rank's part of a replicated value instead of cutting it, where that is cheap and local."""
         node = value.source
         if value.primary != self.context.replicated or not is_sharded(placement) or not _is_cheap(node):
+            return None
+        operands = self._operands_again(node)
+        chosen = self.calls.options.without_traffic(self.call(node, operands), operands, placement)
+        return self._compute_again(node, operands, chosen, placement) if chosen is not None else None
+
+    def _zeros(self, value: Value, placement: Placements) -> Any:
+        """Make zeros, to which rows of experts are added, where they are read."""
+        node = value.source
+        if not self.context.routes.groups or not has(node.target, Trait.ZEROS):
             return None
         operands = self._operands_again(node)
         chosen = self.calls.options.without_traffic(self.call(node, operands), operands, placement)

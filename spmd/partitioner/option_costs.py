@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes import Axis, AxisRole, Mesh, Phase
+from passes.ir.ops import Trait, has
 from passes.ir.program import Placements
 
 from ..placements import ByGroup, OwnRows
@@ -53,7 +54,13 @@ class OptionCosts:
             self.on_model and any(isinstance(p, Shard) for p in option.operands)
         )
         placed = list(zip(self.operands, option.operands, strict=True))
-        moves = [move_cost(self._held(value), p, self.index, self.mesh, may_join) for value, p in placed]
+        moves = [
+            # Zeros are made where they are read (``materialize.py``).
+            0.0
+            if self.experts and has(value.source.target, Trait.ZEROS)
+            else move_cost(self._held(value), p, self.index, self.mesh, may_join)
+            for value, p in placed
+        ]
         total = sum(moves)
         if self.on_model:
             follows_hint = self.hint is not None and option.results[0] == self.hint[self.index]

@@ -8,12 +8,12 @@ from typing import Any, get_args
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from passes import AxisRole, Mesh, PartitionError
+from passes import Axis, AxisRole, Mesh, PartitionError
 from passes.ir.ops import draws
 from passes.ir.program import Placements
 
 from ..memo import memo_key
-from ..placements import Mirrored, splits
+from ..placements import ByGroup, Dealt, Mirrored, OwnRows, splits
 from ..rules import OpCall, Option, rule_of
 from ..rules.attention import Form, has_form, is_attention
 from .narrow import narrowed
@@ -34,6 +34,9 @@ class Options:
         """The options along the axis after those of ``chosen`` that are right on all ranks."""
         first, *others = map(self._of_call, narrowed(call, operands, chosen, self.mesh, hint))
         found = [option for option in first if all(option in other for other in others)] if others else first
+        if any(value.group is not None for value in operands):
+            kinds = _own_rows_along(self.mesh.axes[len(chosen)])
+            found = [o for o in found if all(not isinstance(p, OwnRows) or isinstance(p, kinds) for p in o.operands)]
         return self._of_attention(call, operands, chosen, found) if is_attention(call) else found
 
     def of_all_axes(
@@ -107,6 +110,13 @@ def is_free(option: Option, operands: Sequence[Value], axis: int) -> bool:
         and not isinstance(placement, Partial)
         for value, placement in zip(operands, option.operands, strict=True)
     )
+
+
+def _own_rows_along(axis: Axis) -> tuple[type[OwnRows], ...]:
+    """The kinds of own rows along an axis: those of its experts; of tokens that it splits, any."""
+    if AxisRole.EXPERTS in axis.roles:
+        return (ByGroup,)
+    return (Dealt,) if {AxisRole.BATCH, AxisRole.SEQUENCE} & set(axis.roles) else ()
 
 
 def _replicated(call: OpCall) -> Option:

@@ -8,16 +8,22 @@ and are created whole. The numbers that random ops draw on each rank are not dec
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes.ir.ops import Trait, has
 
 from ..placements import Interleaved
-from .base import OpCall, Option, P, R, parameters
+from .base import OpCall, Option, P, Parts, R, Run, parameters
 from .einsum_labels import PARTIALS, Dims, is_zero, letters, option, options
 from .optional_ops import aten
 from .registry import rule, whole
+
+_new_zeros = torch.ops.aten.new_zeros.default
 
 
 def makes_zeros(call: OpCall) -> bool:
@@ -64,7 +70,15 @@ def made_like(call: OpCall) -> list[Option]:
     whole = [option(call, {"self": kind}, R) for kind in PARTIALS]
     if makes_zeros(call):
         whole += [option(call, {"self": source}, P) for source in (R, P)]
+        splits = (Shard(d) for d in range(len(names)))
+        whole += [replace(option(call, {"self": part}, kind), local=_zeros) for part in splits for kind in (R, P)]
     return options(call, Dims({"self": names}, names)) + whole
+
+
+def _zeros(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
+    """Zeros of another shape than the operand's part."""
+    assert results[0] is not None and call.results[0] is not None
+    return run(_new_zeros, (args[0], list(results[0].shape)), {"dtype": call.results[0].dtype})
 
 
 @rule(*aten("bernoulli", "native_dropout"))

@@ -126,8 +126,9 @@ def grouped_mm_fallback(call: OpCall) -> list[Option]:
 
 @named("transformers::grouped_mm_fallback_backward")
 def grouped_mm_fallback_backward(call: OpCall) -> list[Option]:
-    """The gradients of rows and weights: the ragged rows, each rank with a summand of the weights' gradient."""
-    return _rows_of(call, ("input", "grad_output"), (S(0), P))
+    """The gradients of rows and weights: the ragged rows, with a summand of the weights' gradient; columns, too."""
+    plain = Dims({"input": ".k", "weight": ".kn", "grad_output": ".n"}, (".k", ".kn"), reduced="n")
+    return [*_rows_of(call, ("input", "grad_output"), (S(0), P)), *options(call, plain)]
 
 
 def _rows_of(call: OpCall, ragged: Sequence[str], results: tuple[Placement, ...]) -> list[Option]:

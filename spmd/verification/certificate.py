@@ -11,13 +11,13 @@ captured one's part.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from passes import Input, OutputKind, Program
+from passes import AxisRole, Input, OutputKind, Program
 from passes.ir.bundle import Bundle, InFlight
 from passes.ir.collectives import is_collective, is_message, is_wait
 from passes.ir.inline import inlined
@@ -39,6 +39,7 @@ class Certificate:
 
     ``outcome`` is ``"shown"``, ``"wrong"`` or ``"cannot show"``. Of the last two: ``what``, the output or the state,
     ``node`` and ``line``, the first node that is not shown, and ``why``. ``ranks``: how many were looked at.
+    ``routed``: which rows go to which experts was drawn, so that this holds for one routing, and any other values.
     """
 
     outcome: str
@@ -49,6 +50,7 @@ class Certificate:
     node: str = ""
     line: str = ""
     why: str = ""
+    routed: bool = False
 
     def __bool__(self) -> bool:
         return self.outcome == "shown"
@@ -56,7 +58,8 @@ class Certificate:
     def __str__(self) -> str:
         if self:
             count = f"{self.nodes} nodes, {self.ranks} ranks"
-            return f"shown: each of {self.outputs} outputs is the global output under its placement ({count})"
+            shown = "shown for one routing to experts" if self.routed else "shown"
+            return f"{shown}: each of {self.outputs} outputs is the global output under its placement ({count})"
         where = ", ".join(each for each in (self.what, f"at {self.node}") if each)
         return f"{self.outcome}: {where}: {self.why} {self.line}".rstrip()
 
@@ -65,12 +68,20 @@ class Certificate:
         return vars(self).copy()
 
 
-def certify_programs(captured: Program, final: Sequence[Program]) -> Certificate:
+def certify_programs(
+    captured: Program, final: Sequence[Program], numbers: Mapping[str, Tensor] | None = None
+) -> Certificate:
     """Certify the final programs of all ranks, or of the first two and the last along each axis.
 
-    Of a region, all that is inside is derived.
+    Of a region, all that is inside is derived. ``numbers``: arguments that are whole numbers, by name. Where rows go to
+    experts, what cannot be shown for any routing is derived for one.
     """
-    return _Certification(captured, [inlined(program) for program in final]).run()
+    final = [inlined(program) for program in final]
+    found = _Certification(captured, final).run()
+    if found.outcome == "cannot show" and captured.mesh.axes_with(AxisRole.EXPERTS):
+        routed = _Certification(captured, final, numbers or {}).run()
+        return replace(routed, outcome="shown" if routed else "cannot show")  # what differs may be an identity
+    return found
 
 
 def certify_bundle(captured: Program, ranks: Sequence[tuple[Bundle, int]], call: str) -> Certificate:
@@ -85,12 +96,13 @@ def certify_bundle(captured: Program, ranks: Sequence[tuple[Bundle, int]], call:
 class _Certification:
     captured: Program
     final: Sequence[Program]
+    numbers: Mapping[str, Tensor] | None = None
     whole: CapturedMachine = field(init=False)
     unshown: dict[fx.Node, Unknown] = field(default_factory=dict)  # of values that are known, something that is not
 
     def run(self) -> Certificate:
         """The outcome."""
-        self.whole = CapturedMachine(self.captured)
+        self.whole = CapturedMachine(self.captured, self.numbers)
         try:
             for node in self.steps([self._inputs_of(program) for program in self.final]):
                 raise LockstepError(f"{node} waits for ranks of another program, and all of them run this one", node)
@@ -172,12 +184,14 @@ class _Certification:
         follows = any(symbols.is_unknown(x) for of_rank in ours for x in of_rank)
         found = self.parts.find(nodes, ours) if all(map(self.whole.knows, ours[0])) else None
         for rank in unknown if found is None else range(len(self.ranks)):
-            if found is None:
+            results = unknown[rank].results if found is None else self.parts.results(self.ranks[rank], found)
+            if results is None:
                 self.ranks[rank].give_unknown(nodes[rank])
             else:
-                self.ranks[rank].give(nodes[rank], self.parts.results(self.ranks[rank], found))
-        if found is None and not follows:
-            self.unshown.setdefault(nodes[0], next(iter(unknown.values())))
+                self.ranks[rank].give(nodes[rank], results)
+        first = next(iter(unknown.values()))
+        if found is None and not follows and first.results is None:
+            self.unshown.setdefault(nodes[0], first)
 
     # Outputs.
 
@@ -188,7 +202,9 @@ class _Certification:
             for machine, own in zip(self.ranks, self.inputs, strict=True)
             for each in self._of(machine, own, expected)
         ]
-        shown = Certificate("shown", len(self.final), len(self.final[0].graph.nodes), len(expected))
+        shown = Certificate(
+            "shown", len(self.final), len(self.final[0].graph.nodes), len(expected), routed=self.whole.routes
+        )
         return _first([*found, shown])
 
     def expected(self) -> dict[str, Any]:

@@ -26,7 +26,8 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
 
     ``step``, ``world``, ``mesh`` and the arguments are those of ``verify``. No numbers are compared and nothing is
     rounded: what is derived holds for any values. What cannot be shown is distinguished from what is wrong, and settled
-    by ``verify``. How the plain step was captured is not a part of it. Of more than 16 ranks the first two and the last
+    by ``verify``. With experts, which rows go to which is drawn at random, or what arguments say: it is shown for one
+    such routing. How the plain step was captured is not a part of it. Of more than 16 ranks the first two and the last
     along each axis are looked at, up to 1,024 ranks in all.
 
     Raises ``TypeError`` or ``ValueError`` for what cannot be certified, and what compiling the step raises.
@@ -38,13 +39,14 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
         raise ValueError(f"expected world to be {_MOST_RANKS} ranks or fewer, got {world}")
     finish_pending()
     with calling, random_state_kept():
-        with simulated_ranks(step, args, kwargs, world, mesh) as (_, first, peer):
+        with simulated_ranks(step, args, kwargs, world, mesh) as (plain, first, peer):
             ranks: list[SimulatedRank | Peer] = [first, *(peer(k) for k in represented(first.mesh) if k)]
             for rank in ranks:
                 rank.prepare()
             final = [rank.programs.final for rank in ranks]
+            numbers = {leaf.name: leaf.value for leaf in plain.given().tensors() if not leaf.value.is_floating_point()}
         with torch.no_grad():
-            return certify_programs(first.compiled.captured.program, final)
+            return certify_programs(first.compiled.captured.program, final, numbers)
 
 
 def represented(mesh: Mesh) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -23,7 +23,7 @@ from passes.runtime.arena import reserve, view_at, whole
 from passes.runtime.random import draw
 
 from .._torch import OpOverload, tree_flatten, tree_map
-from . import symbolic_ops, symbols
+from . import known_numbers, symbolic_ops, symbols
 from .symbolic_ops import Unknown, call_of, functional, is_tensor
 
 _NOT_COMPUTED = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"}
@@ -42,6 +42,7 @@ class Machine:
         self._arenas: set[int] = set()
         self._unknowns = 0
         self._sizes = [axis.size for axis in program.mesh.axes]
+        self.routes: bool = captured is not None and captured.routes  # whether numbers are known
 
     # Values.
 
@@ -164,6 +165,8 @@ class Machine:
         if symbolic_ops.is_view(op) and node.target is op:
             self._check_numbers(node)
             return self._keep(node, op(*self.value(node.args), **self.value(dict(node.kwargs))), self._source(node))
+        if self.routes and self._by_known_numbers(node, op):
+            return None
         computed = symbolic_ops.computed(op)
         if computed is not None:
             self._check_numbers(node, computed is symbolic_ops.moved)
@@ -174,9 +177,23 @@ class Machine:
             return self.give(node, results)
         self._by_operands(node, op)
 
+    def _by_known_numbers(self, node: fx.Node, op: OpOverload) -> bool:
+        """Compute an op by known numbers, if it is one; raises ``Unknown`` with what a rule may know as a summand."""
+        if not all(map(is_tensor, node.all_input_nodes)):
+            return False
+        _, args, kwargs = call_of(node)
+        args, kwargs = self.read_all((args, kwargs))
+        results = known_numbers.by_numbers(op, args, kwargs) or known_numbers.in_field(op, args, kwargs)
+        if results is None:
+            return False
+        if self._captured is not None and known_numbers.adds(op):
+            raise Unknown("it is no value of the captured program", results=results)
+        self.give(node, results)
+        return True
+
     def _doubt(self, hashed: Sequence[Tensor]) -> None:
         """Mark what may be equal to something else by an identity between functions that are hashes here."""
-        for x in hashed if self._captured is not None else ():
+        for x in hashed if self._captured is not None and not self.routes else ():
             found, marks = symbols.pieces(x)
             strange = ~self._captured.has(found)  # type: ignore[union-attr]
             marks[strange & (found != symbols.UNWRITTEN)] |= symbols.UNKNOWN
@@ -301,8 +318,10 @@ class Machine:
 class CapturedMachine(Machine):
     """The captured program: its ops are what the final ones are compared with."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, numbers: Mapping[str, Tensor] | None = None) -> None:
+        """``numbers``: the values of arguments, by name; numbers are known then, and ops by them are computed."""
         super().__init__(program)
+        self.routes, self._numbers = numbers is not None, numbers or {}
         pairs = zip(program.inputs, program.placeholders, strict=True)
         self.start([self._input(declared.name, node.meta.get("val")) for declared, node in pairs])
         for node in program.graph.nodes:
@@ -318,6 +337,8 @@ class CapturedMachine(Machine):
         start = torch.tensor(symbols.key("input", name))
         if not isinstance(val, Tensor):
             return start
+        if name in self._numbers and not val.is_floating_point():
+            return symbols.of_values(self._numbers[name])
         return symbols.elements(symbols.numbered(start, val.shape), symbols.mark_of(val.dtype))
 
     def values_of(self, symbol: int) -> Iterator[Tensor]:
@@ -341,6 +362,10 @@ class CapturedMachine(Machine):
         operands = [symbols.digest(symbols.pieces(x)[0]) for x in self.operands(node)]
         settings = self.settings(node) if isinstance(op, OpOverload) else node.name
         start = symbols.hashed(symbols.key(str(op), settings, drawn), *operands)
+        if self.routes and isinstance(op, OpOverload):
+            chosen = known_numbers.chosen(op, start, *self.read_all(call_of(node)[1:]))
+            if chosen is not None:
+                return self.give(node, chosen)
         vals = node.meta["val"]
         results = [
             symbols.elements(symbols.numbered(symbols.hashed(k, start), val.shape), symbols.mark_of(val.dtype))

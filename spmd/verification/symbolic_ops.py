@@ -39,11 +39,14 @@ _LISTED = {listed: base for base in with_list_ops() for listed in over_lists(bas
 
 
 class Unknown(Exception):
-    """A value that is not known from the operands alone. ``wrong``: nor can it be right."""
+    """A value that is not known from the operands alone. ``wrong``: nor can it be right.
 
-    def __init__(self, why: str, wrong: bool = False) -> None:
+    ``results``: what it is, unless it is to be reduced to a value of the captured program.
+    """
+
+    def __init__(self, why: str, wrong: bool = False, results: Results | None = None) -> None:
         super().__init__(why)
-        self.wrong = wrong
+        self.wrong, self.results = wrong, results
 
 
 @cache

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from .._torch import tree_flatten
 
-_PRIME = 2**31 - 1
+PRIME = 2**31 - 1
+"""The size of the field."""
 _ODD = (0x1B873593CC9E2D51, 0x2545F4914F6CDD1D)  # any odd numbers of 61 bits
 
 REDUCTIONS = ("sum", "max", "min")
@@ -41,7 +42,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
 def key(*of: Any) -> int:
     """A symbol for something that is no tensor: an op's name, a setting."""
     digest = int.from_bytes(blake2b(repr(of).encode(), digest_size=8).digest(), "big")
-    return ((digest >> 33) % _PRIME << 31) | (digest & 0xFFFFFFFF) % _PRIME
+    return ((digest >> 33) % PRIME << 31) | (digest & 0xFFFFFFFF) % PRIME
 
 
 def number(value: float) -> int:
@@ -49,10 +50,13 @@ def number(value: float) -> int:
     if not isfinite(value):
         return key("number", value)
     fraction = Fraction(value)
-    residue = fraction.numerator * pow(fraction.denominator, -1, _PRIME) % _PRIME
+    residue = fraction.numerator * pow(fraction.denominator, -1, PRIME) % PRIME
     return (residue << 31) | residue
 
 
+# Up to which whole number a dtype has all.
+_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11}
+_EXACT |= dict.fromkeys((torch.float32, torch.float64, torch.int32, torch.int64), 2**24)
 UNWRITTEN = key("memory without a value")
 
 
@@ -122,8 +126,9 @@ def without_logarithms(x: Tensor) -> Tensor:
 
 
 def cast(found: Tensor, dtype: torch.dtype) -> Tensor:
-    """Symbols of values that were of another dtype."""
-    return hashed(key("_to_copy", str(dtype)), found)
+    """Symbols of values that were of another dtype; a whole number of few digits stays what it is."""
+    exact = whole_numbers(found).abs() <= _EXACT.get(dtype, -1)
+    return torch.where(exact, found, hashed(key("_to_copy", str(dtype)), found))
 
 
 def of_values(x: Tensor) -> Tensor:
@@ -135,11 +140,11 @@ def of_values(x: Tensor) -> Tensor:
         )
     exact = x.double() if x.is_floating_point() else x.to(torch.int64)
     if not x.is_floating_point():
-        found = torch.remainder(exact, _PRIME)
+        found = torch.remainder(exact, PRIME)
         return elements(found << 31 | found, mark_of(x.dtype))
     mantissa, exponent = torch.frexp(exact)
-    whole = torch.remainder(torch.nan_to_num(mantissa * 2**53, 0, 0, 0).to(torch.int64), _PRIME)
-    found = torch.remainder(whole * (1 << torch.remainder(exponent.long() - 53, 31)), _PRIME)  # 2**31 is 1
+    whole = torch.remainder(torch.nan_to_num(mantissa * 2**53, 0, 0, 0).to(torch.int64), PRIME)
+    found = torch.remainder(whole * (1 << torch.remainder(exponent.long() - 53, 31)), PRIME)  # 2**31 is 1
     infinite = torch.tensor([key("number", each) for each in (float("inf"), float("-inf"), float("nan"))])
     found = found << 31 | found
     for symbol, these in zip(infinite, (exact == float("inf"), exact == float("-inf"), exact.isnan()), strict=True):
@@ -188,7 +193,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _packed(first: Tensor, second: Tensor) -> Tensor:
-    return (torch.remainder(first, _PRIME) << 31) | torch.remainder(second, _PRIME)
+    return (torch.remainder(first, PRIME) << 31) | torch.remainder(second, PRIME)
 
 
 def _lanes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,8 +211,25 @@ def _lanewise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor,
 def _products(x: Tensor, y: Tensor) -> Tensor:
     """The sums of products of one lane, by matrix products of halves in floats, which hold each sum of them exactly."""
     (x0, x1), (y0, y1) = (((each & 0xFFFF).double(), (each >> 16).double()) for each in (x, y))
-    low, middle, high = (torch.remainder(p.long(), _PRIME) for p in (x0 @ y0, x0 @ y1 + x1 @ y0, x1 @ y1))
-    return low + torch.remainder(middle << 16, _PRIME) + (high << 1)  # 2**32 is 2
+    low, middle, high = (torch.remainder(p.long(), PRIME) for p in (x0 @ y0, x0 @ y1 + x1 @ y0, x1 @ y1))
+    return low + torch.remainder(middle << 16, PRIME) + (high << 1)  # 2**32 is 2
+
+
+def lane(x: Tensor, k: int) -> Tensor:
+    """The first or the second residues of symbols."""
+    return _lanes(x)[k]
+
+
+def of_lanes(first: Tensor, second: Tensor) -> Tensor:
+    """Symbols of two residues each, which may be larger than the prime."""
+    return _packed(first, second)
+
+
+def whole_numbers(x: Tensor) -> Tensor:
+    """The whole number, perhaps negative, that each symbol may stand for; of one that does not, a very large one."""
+    first, second = _lanes(x)
+    number = torch.where(first > PRIME // 2, first - PRIME, first)
+    return torch.where(first == second, number, PRIME)
 
 
 plus = _lanewise(torch.add)
@@ -224,7 +246,7 @@ def total(x: Tensor, dim: int) -> Tensor:
 
 def inverse(x: Tensor) -> Tensor:
     """1 / x; of zero a symbol of its own."""
-    result, power, left = torch.tensor(number(1)), x, _PRIME - 2
+    result, power, left = torch.tensor(number(1)), x, PRIME - 2
     while left:
         result = times(result, power) if left & 1 else result
         power, left = times(power, power), left >> 1

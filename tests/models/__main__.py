@@ -1,9 +1,10 @@
 """Train every architecture of the zoo, and print a table: ``python -m tests.models [names ...] [--help]``.
 
 Each is trained by SGD with momentum on two gloo ranks, each with rows of its own, and in one process on the whole
-batch. A line of the table: how many nodes one rank's program has, what it communicates, how long one program takes to
-compile, and the largest difference of any number, or what is wrong in a line. Exits with 1 if something is. A run of
-all architectures in both styles rewrites the table in ``docs/models.md``, without the seconds.
+batch; models of text also with a split sequence, and mixtures with split experts. A line of the table: how many nodes
+one rank's program has, what it communicates, how long one program takes to compile, and the largest difference of any
+number, or what is wrong in a line. Exits with 1 if something is. The table in ``docs/models.md`` has the same, without
+the seconds: a run of all architectures rewrites it, one of some with a role their cells in its column.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from rich.table import Table
 
 from tests.harness.pool import RankError, Ranks
 
+from . import text
 from .catalog import ENTRIES
-from .examine import Finding, Style, Training, examine
+from .examine import Finding, Role, Style, examine, training_in
 from .zoo import Entry
 
 STYLES: tuple[Style, ...] = get_args(Style)
+ROLES: tuple[Role, ...] = get_args(Role)
 HEADINGS = ("architecture", "kind", "style", "nodes", "collectives", "seconds", "agrees")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 TABLE = re.compile(r"(?<=<!-- models: begin -->\n).*(?=<!-- models: end -->)", re.DOTALL)
@@ -41,14 +44,14 @@ def main() -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     ranks, console, lines = Ranks(), Console(stderr=True), []
     try:
-        for line in _lines(ranks, chosen, [arguments.style] if arguments.style else STYLES, arguments.steps):
+        for line in _lines(ranks, chosen, [arguments.style] if arguments.style else (*STYLES, *ROLES), arguments.steps):
             console.print("  ".join(line), markup=False, highlight=False)
             lines.append(line)
     finally:
         ranks.close()
     Console(width=None if sys.stdout.isatty() else 160).print(_table(lines))
-    if len(lines) == len(ENTRIES) * len(STYLES):
-        DOCUMENT.write_text(TABLE.sub(lambda _: _markdown(lines), DOCUMENT.read_text()))
+    document = DOCUMENT.read_text()
+    DOCUMENT.write_text(TABLE.sub(lambda table: _markdown(lines, table[0]), document))
     wrong = [line for line in lines if not line[-1].startswith("yes")]
     print(f"{len(lines) - len(wrong)} of {len(lines)} agree")
     return bool(wrong)
@@ -57,7 +60,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.models", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"all, if none is given; there are {_listed()}")
-    parser.add_argument("--style", choices=STYLES, help="both by default")
+    parser.add_argument("--style", choices=(*STYLES, *ROLES), help="or role of the axis; all by default")
     parser.add_argument("--steps", type=int, default=4, help="of training; 4 by default")
     return parser.parse_args()
 
@@ -66,12 +69,17 @@ def _listed() -> str:
     return ", ".join(f'"{entry.name}"' if " " in entry.name else entry.name for entry in ENTRIES)
 
 
-def _lines(ranks: Ranks, entries: list[Entry], styles: Sequence[Style], steps: int) -> Iterator[tuple[str, ...]]:
+def _has(entry: Entry, style: Style | Role) -> bool:
+    """Whether an architecture is trained so: not without sequences, or experts."""
+    return entry in text.ENTRIES if style == "sequence" else style != "experts" or entry.kind == "mixture of experts"
+
+
+def _lines(ranks: Ranks, entries: list[Entry], styles: Sequence[Style | Role], steps: int) -> Iterator[tuple[str, ...]]:
     """One line of the table at a time."""
     for entry in entries:
-        for style in styles:
+        for style in (each for each in styles if _has(entry, each)):
             try:
-                findings = ranks.run(2, examine, Training(entry), style, steps, timeout=300.0)
+                findings = ranks.run(2, examine, training_in(entry, style), style, steps, timeout=300.0)
             except RankError as error:
                 yield (entry.name, entry.kind, style, "", "", "", _reason(error))
             else:
@@ -105,13 +113,30 @@ def _table(lines: list[tuple[str, ...]]) -> Table:
     return table
 
 
-def _markdown(lines: list[tuple[str, ...]]) -> str:
-    """A row for each architecture, styles side by side where they differ; no seconds, which differ from run to run."""
-    names = dict.fromkeys(line[0] for line in lines)
-    rows = [_side_by_side([line for line in lines if line[0] == name]) for name in names]
+def _markdown(lines: list[tuple[str, ...]], before: str) -> str:
+    """A row for each architecture, styles side by side where they differ; no seconds, which differ from run to run.
+
+    What was not run now stands as it did before; nodes and collectives are rewritten in a run of all in both styles.
+    """
+    kept = {row[0]: row for row in (line.strip("| ").split(" | ") for line in before.splitlines())}
+    has_run = {style: _of(style, lines) for style in (*STYLES, *ROLES)}
+    all_run = all(has_run[style].keys() == {entry.name for entry in ENTRIES} for style in STYLES)
     columns = [k for k, heading in enumerate(HEADINGS) if heading not in ("style", "seconds")]
-    table = (HEADINGS, ("---",) * len(HEADINGS), *rows)
-    return "".join("| " + " | ".join(row[k] for k in columns) + " |\n" for row in table)
+    rows = [(*(HEADINGS[k] for k in columns), *ROLES), ("---",) * (len(columns) + len(ROLES))]
+    for name in (entry.name for entry in ENTRIES if all_run or entry.name in kept):
+        row = [*kept.get(name, ()), *[""] * len(rows[0])][: len(rows[0])]
+        if all_run:
+            cells = _side_by_side([has_run[style][name] for style in STYLES])
+            row[: len(columns)] = [cells[k] for k in columns]
+        for k, role in enumerate(ROLES, len(columns)):
+            row[k] = has_run[role].get(name, (row[k],))[-1]
+        rows.append(tuple(row))
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def _of(style: str, lines: list[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The lines of a style, by architecture."""
+    return {line[0]: line for line in lines if line[HEADINGS.index("style")] == style}
 
 
 def _side_by_side(lines: list[tuple[str, ...]]) -> tuple[str, ...]:

@@ -6,8 +6,11 @@ The oracle is the plain step in one process on the whole batch, as everywhere; `
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +27,11 @@ if TYPE_CHECKING:
     import pytest
 
 Style = Literal["replicate", "fully_shard"]
+Role = Literal["sequence", "experts"]
+ROLES: dict[Role, dict[str, Any]] = {
+    "sequence": {"axes": {"sequence": "dp"}},
+    "experts": {"axes": {"batch": "dp", "experts": "dp"}},
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,26 @@ class Training(Case):
 
 
 @dataclass(frozen=True)
+class SplitSequence(Training):
+    """Training whose ranks pass the same whole batch, and take parts of its sequences."""
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        """The batch."""
+        return super().part(0, step)
+
+    def whole(self, parts: list[Any]) -> Any:
+        """The batch, once."""
+        return parts[0]
+
+
+def training_in(entry: Entry, style: Style | Role) -> Training:
+    """The training that shows a style, or a role of the axis."""
+    if style == "experts":  # the default of transformers
+        return Training(replace(entry, config={**entry.config, "experts_implementation": "grouped_mm"}))
+    return SplitSequence(entry) if style == "sequence" else Training(entry)
+
+
+@dataclass(frozen=True)
 class Finding:
     """The findings of one rank: a line per value that differs, or if calls compile; others, and figures."""
 
@@ -71,8 +99,8 @@ class Finding:
 class Recorded(spmd.DataParallel):
     """Data parallelism that records each program before and after partition."""
 
-    def __init__(self, style: Style) -> None:
-        super().__init__(style)
+    def __init__(self, style: Style | Role) -> None:
+        super().__init__(**ROLES.get(style, {"parallel_style": style}))
         self.seen: list[tuple[Program, Program]] = []
 
     def partition(self, program: Program) -> Program:
@@ -98,11 +126,12 @@ def assert_trains_in_place(ranks: Ranks, case: Case, style: Style, steps: int = 
         assert not finding.whole, "\n".join(finding.whole)
 
 
-def examine(rank: int, world: int, case: Case, style: Style, steps: int) -> Finding:
+def examine(rank: int, world: int, case: Case, style: Style | Role, steps: int) -> Finding:
     """Train in one process and on ``world`` ranks, and compare. A job for the pool."""
-    expected = plain_run(case, world, steps)
     mode = Recorded(style)
-    compiled, got = compiled_run(rank, case, steps, parallel_mode=mode)
+    with products_in_fp64() if style == "experts" else nullcontext():
+        expected = plain_run(case, world, steps)
+        compiled, got = compiled_run(rank, case, steps, parallel_mode=mode)
     program = compiled.program
     assert program is not None
     compares = isinstance(case, Training) and case.entry.compares
@@ -112,12 +141,25 @@ def examine(rank: int, world: int, case: Case, style: Style, steps: int) -> Find
             *all_unequal(expected, got, rank, world, case.rtol, case.atol),
             *_compiled_anew(compiled, steps),
         ],
-        whole=list(dict.fromkeys(line for pair in mode.seen for line in whole_rows(*pair, ROWS, compares))),
+        whole=[] if style in ROLES else _whole_rows(mode, compares),
         nodes=len(program.graph.nodes),
         collectives=dict(Counter(str(node.meta["collective"].kind) for node in program.collectives())),
         seconds=sum(compiled.report().seconds.values()),
         worst=max((_distance(want, have) for want, have in zip(expected, got, strict=True)), default=0.0),
     )
+
+
+@contextmanager
+def products_in_fp64() -> Iterator[None]:
+    """Let the grouped products of transformers be those that take fp64."""
+    import transformers.integrations.moe
+
+    with patch.object(transformers.integrations.moe, "_can_use_grouped_mm", lambda *given: False):
+        yield
+
+
+def _whole_rows(mode: Recorded, compares: bool) -> list[str]:
+    return list(dict.fromkeys(line for pair in mode.seen for line in whole_rows(*pair, ROWS, compares)))
 
 
 def _compiled_anew(compiled: spmd.CompiledStep, steps: int) -> list[str]:

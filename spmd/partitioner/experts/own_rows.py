@@ -23,7 +23,6 @@ from ...placements import ByGroup, Dealt, OwnRows, chunk
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
-_LARGE = 2**31 - 1  # more than any number of experts
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ class OwnRowsOf:
     call: Callable[..., fx.Node]
     source: Callable[[str], fx.Node] | None = None
     _own: dict[Any, Own] = field(default_factory=dict)
+    _numbers: dict[str, fx.Node] = field(default_factory=dict)
 
     def __call__(self, rows: OwnRows, index: int, placement: Placements, size: int, like: fx.Node) -> Own:
         """The own rows along the axis at ``index``, of ``size`` rows that the axes before leave by ``placement``."""
@@ -108,9 +108,8 @@ class OwnRowsOf:
 
     def numbers(self, placement: Placements) -> fx.Node:
         """The experts of a rank's own rows by ``placement``, numbered from its first one; behind them is any of its."""
-        (of,) = {rows.of for rows in placement if isinstance(rows, ByGroup)}
-        assert self.source is not None, "a program has its nodes"
-        numbers = self.source(of)
+        (of,) = [(rows, index) for index, rows in enumerate(placement) if isinstance(rows, ByGroup)]
+        numbers = self._numbers_of(*of)
         length = numbers.meta["val"].shape[0]
         for index, rows in enumerate(placement):
             if not isinstance(rows, OwnRows):
@@ -120,11 +119,18 @@ class OwnRowsOf:
             numbers = own.taken(emit, numbers)
             length = numbers.meta["val"].shape[0]
             if isinstance(rows, ByGroup):
-                below = emit(aten.lt.Scalar, (numbers, 0))  # such a number counts from the last expert
                 first = chunk(rows.count, axis.size, axis.coordinate)[0]
-                moved = emit(aten.where.self, (below, emit(aten.add.Tensor, (numbers, rows.count)), numbers))
-                numbers = own.only(emit, emit(aten.sub.Tensor, (moved, first)))
+                numbers = own.only(emit, emit(aten.sub.Tensor, (numbers, first)))
         return numbers
+
+    def _numbers_of(self, rows: ByGroup, index: int) -> fx.Node:
+        """The expert of each row; read by an index, so that one that no expert has raises as in the plain step."""
+        assert self.source is not None, "a program has its nodes"
+        if rows.of not in self._numbers:
+            given = self.source(rows.of)
+            emit = self._emit(rows, self.mesh.axes[index], given)
+            self._numbers[rows.of] = emit(aten.index.Tensor, (_count(emit, rows.count, given), [given]))
+        return self._numbers[rows.of]
 
     def only(self, placement: Placements, size: int, tensor: fx.Node) -> fx.Node:
         """``tensor`` with zeros behind its own rows; ``size``: of that dim, in the whole."""
@@ -151,7 +157,9 @@ class OwnRowsOf:
         if not isinstance(rows, ByGroup):
             return self._dealt(rows, index, size, like)
         assert self.source is not None, "a program has its nodes"
-        return (self._sorted if rows.ends else self._numbered)(rows, index, dealt, size, self.source(rows.of))
+        if not rows.ends:
+            return self._numbered(rows, index, dealt, size, self._numbers_of(rows, index))
+        return self._sorted(rows, index, dealt, size, self.source(rows.of))
 
     def _dealt(self, rows: OwnRows, index: int, size: int, like: fx.Node) -> Own:
         """Every so many rows."""
@@ -206,11 +214,7 @@ class OwnRowsOf:
             if before is not None:
                 counted = emit(aten.bitwise_and.Tensor, (own.taken(emit, before), counted))
         first, count = chunk(rows.count, axis.size, axis.coordinate)
-        # A negative number counts from the last expert; one that is too large is the last rank's, where it is an error.
-        below = emit(aten.lt.Scalar, (numbers, 0))
-        numbers = emit(aten.where.self, (below, emit(aten.add.Tensor, (numbers, rows.count)), numbers))
-        stop = first + count if first + count < rows.count else _LARGE
-        bounds = (emit(aten.ge.Scalar, (numbers, first)), emit(aten.lt.Scalar, (numbers, stop)))
+        bounds = (emit(aten.ge.Scalar, (numbers, first)), emit(aten.lt.Scalar, (numbers, first + count)))
         inside = emit(aten.bitwise_and.Tensor, bounds)
         if counted is not None:
             inside = emit(aten.bitwise_and.Tensor, (inside, counted))

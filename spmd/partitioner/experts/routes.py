@@ -26,6 +26,7 @@ from ..values import infos, leaves, results
 
 _PRODUCTS = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
 _LOOKUPS = {"index", "index_put"}
+_PUT_BACK = {"index", "index_add", "index_put", "index_select", "scatter_add"}
 _SAME = {"detach", "alias", "_to_copy", "clone", "view", "transpose", "permute", "t"}
 
 
@@ -33,12 +34,14 @@ _SAME = {"detach", "alias", "_to_copy", "clone", "view", "transpose", "permute",
 class Routes:
     """The routes of a program. ``groups``: by the node that says whose rows are whose; ``hints``: by node.
 
+    ``returns``: the placements of what rows are put back into, that of tokens.
     ``order``: the nodes, those that ``groups`` need before those that have hints.
     """
 
     order: Sequence[fx.Node]
     groups: Mapping[fx.Node, ByGroup] = field(default_factory=dict)
     hints: Mapping[fx.Node, Placements] = field(default_factory=dict)
+    returns: Mapping[fx.Node, Placements] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, experts: frozenset[str]) -> Routes:
@@ -60,10 +63,11 @@ class Routes:
         hints = dict[fx.Node, ByGroup]()
         for node, own in rows.items():
             _hint(node, own, hints, program.mesh)
-        order = _needed_first(order, hints)
+        order = _others_first(_needed_first(order, hints), hints)
         position = {node.name: k for k, node in enumerate(order)}
         known = {node: own for node, own in hints.items() if position[own.of] < position[node.name]}
-        return cls(order, groups, {node: _placement(own, program.mesh) for node, own in known.items()})
+        returns = dict.fromkeys(_put_back(order, rows | hints), _of_tokens(program.mesh))
+        return cls(order, groups, {node: _placement(own, program.mesh) for node, own in known.items()}, returns)
 
 
 Routed = tuple[fx.Node, ByGroup, list[tuple[fx.Node, int]]]
@@ -152,6 +156,46 @@ def _needed_first(order: Sequence[fx.Node], hints: Mapping[fx.Node, ByGroup]) ->
                 done.setdefault(pending.pop())
         done.setdefault(node)
     return list(done)
+
+
+def _others_first(order: Sequence[fx.Node], hints: Mapping[fx.Node, ByGroup]) -> list[fx.Node]:
+    """``order``, with what does not need the rows of a layer's experts before their dispatch: work to hide it.
+
+    That is a shared expert, which most models call behind the others.
+    """
+    ordered, waiting = list[fx.Node](), dict[fx.Node, None]()
+    layer: tuple[str, Any] | None = None
+    for node in order:
+        phase = node.meta.get("phase")
+        if node in hints and (hints[node].of, phase) != layer:
+            ordered += waiting
+            waiting, layer = {node: None}, (hints[node].of, phase)
+        elif layer is None or (phase == layer[1] and not any(each in waiting for each in node.all_input_nodes)):
+            ordered.append(node)
+        else:
+            waiting[node] = None
+    return [*ordered, *waiting]
+
+
+def _put_back(order: Sequence[fx.Node], rows: Mapping[fx.Node, ByGroup]) -> Iterator[fx.Node]:
+    """The nodes that put rows of experts back among tokens; ``rows``: those that products read, and whose they are."""
+    own = dict(rows)
+    for node in order:
+        val = node.meta.get("val")
+        val = val[0] if isinstance(val, (list, tuple)) and val else val
+        found = next((own[leaf] for leaf in node.all_input_nodes if leaf in own), None)
+        if found is None or node in own or not isinstance(val, torch.Tensor) or not val.ndim:
+            continue
+        if name_of(node.target) not in _PUT_BACK:
+            own |= {node: found} if len(val) == found.rows else {}
+        elif len(val) != found.count:  # nor added up by expert
+            yield node
+
+
+def _of_tokens(mesh: Mesh) -> Placements:
+    """Split along the batch; along sequences, whose rows may lie in runs, nothing is said."""
+    splits = (AxisRole.BATCH in axis.roles and AxisRole.MICRO_BATCHES not in axis.roles for axis in mesh.axes)
+    return tuple(Shard(0) if split else Replicate() for split in splits)
 
 
 def _placement(own: ByGroup, mesh: Mesh) -> Placements:

@@ -26,6 +26,7 @@ from ..einsum_labels import option
 
 aten = torch.ops.aten
 NAME = "all_to_all"
+_FROM_ZERO = (aten.index_select.default, aten.index_add.default)  # negative numbers do not count from the last row
 
 
 def taken(call: OpCall, index: Any) -> list[Option]:
@@ -56,7 +57,7 @@ def _option(call: OpCall, group: Any, placed: dict[str, Any], result: Any, index
 
     def local(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
         index = args[1][0] if isinstance(args[1], (list, tuple)) else args[2]
-        messages = _Messages(run, group, tokens, index, numbers_rows)
+        messages = _Messages(run, call, group, tokens, index, numbers_rows)
         base, *others = (each for each in args if getattr(each, "op", "") and each is not index)
         return messages.received(base, others[-1] if others else None, to_experts=result == group)
 
@@ -75,6 +76,7 @@ class _Messages:
     """
 
     run: Run
+    call: OpCall
     group: ByGroup
     tokens: int
     index: Any
@@ -135,13 +137,20 @@ class _Messages:
 
     @cached_property
     def _token(self) -> Any:
-        """The token of each message; negative numbers count from the last one."""
-        return self._every if self.numbers_rows else self.run(aten.remainder.Scalar, (self.index, self.tokens))
+        """The token of each message."""
+        return self._every if self.numbers_rows else self._checked(self.tokens)
 
     @cached_property
     def _row(self) -> Any:
         """The row by group of each message."""
-        return self.run(aten.remainder.Scalar, (self.index, self.group.rows)) if self.numbers_rows else self._every
+        return self._checked(self.group.rows) if self.numbers_rows else self._every
+
+    def _checked(self, length: int) -> Any:
+        """The index as one of ``length`` rows: read by the op's own rules, so that it raises what the plain op does."""
+        numbers = self._count(length)
+        if self.call.target in _FROM_ZERO:
+            return self.run(aten.index_select.default, (numbers, 0, self.index))
+        return self.run(aten.index.Tensor, (numbers, [self.index]))
 
     @cached_property
     def _every(self) -> Any:

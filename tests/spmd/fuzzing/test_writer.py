@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from spmd.fuzzing.choices import Choices, Gene
 from spmd.fuzzing.forward import Forward
+from spmd.fuzzing.modes import MESHES
+from spmd.fuzzing.outcome import run
 from spmd.fuzzing.plain_run import can_be_verified
 from spmd.fuzzing.script import Script
 from spmd.fuzzing.shrink import shrunk
@@ -17,6 +21,7 @@ from spmd.fuzzing.statements import (
     JOINED,
     LAYERS,
     LINES,
+    MIXTURES,
     RANDOM,
     ROWWISE,
     STATEFUL,
@@ -72,6 +77,16 @@ def test_no_choices_are_the_simplest_step() -> None:
     script = write(Choices())
     assert script is not None
     assert script.body[0] == "h = model[0](x)" and len(script.text().splitlines()) <= 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", range(len(MIXTURES)))
+def test_each_mixture_is_verified_over_an_axis_of_experts(form: int, tmp_path: Path) -> None:
+    script = write(Choices(mode=(MESHES.index({"ep": 2}), 1, form)))
+    assert script is not None and '"experts": "ep"' in script.text()
+    (tmp_path / "step.py").write_text(script.text())
+    outcome = run(tmp_path / "step.py")
+    assert outcome.kind == "agreed", outcome.details
 
 
 def test_choices_are_shrunk_to_what_fails() -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import spmd
 from passes import Kind, PartitionError, PlacementError, Role
+from passes.ir.collectives import is_wait
 from spmd import placements
 from spmd.partitioner.experts.own_rows import Own, OwnRowsOf
 from spmd.recorder import recorded_calls
@@ -24,10 +25,12 @@ from tests.harness.fake import fake_world
 from tests.harness.oracle import all_unequal, assert_agrees, plain_run, snapshot
 from tests.harness.pool import Ranks
 from tests.models.examine import Training as Real
+from tests.models.examine import products_in_fp64
 
 OVER_BATCH: dict[str, Any] = {"axes": {"batch": "ep", "experts": "ep"}}
 OVER_DP: dict[str, Any] = {"axes": {"batch": "dp", "experts": "dp"}}
 OVER_TWO: dict[str, Any] = {"axes": {"batch": ("dp", "ep"), "experts": "ep"}}
+OVER_TP = {"model.shared.*": {"tp": Shard(0)}, "*.up": {"tp": Shard(2)}, "*.down": {"tp": Shard(1)}}
 OF_THEIR_OWN: dict[str, Any] = {"axes": {"batch": "dp", "experts": "ep"}}
 
 
@@ -48,6 +51,8 @@ def verified(form: Any, mesh: dict[str, int], **options: Any) -> Any:
     ("ends", {"dp": 2, "ep": 2}, {"shard_optimizer": True, **OF_THEIR_OWN}),
     ("numbers", {"dp": 2, "ep": 2}, {"parallel_style": "replicate", **OVER_TWO}),
     ("capacity", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **OVER_TWO}),
+    ("ends", {"tp": 2, "ep": 2}, {"params": OVER_TP, **OVER_BATCH}),
+    ("ends", {"ep": 2}, {"parallel_style": "fully_shard", "reduce_dtype": torch.bfloat16, **OVER_BATCH}),
 ])  # fmt: skip
 def test_each_form_is_as_the_plain_step(form: Any, mesh: dict[str, int], options: dict[str, Any]) -> None:
     verdict = verified(form, mesh, **options)
@@ -124,26 +129,77 @@ def test_rows_that_no_expert_has_and_uneven_parts(form: Any, mesh: dict[str, int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, implementation", [("Mixtral", "grouped_mm"), ("Qwen3Moe", "batched_mm")])
+@pytest.mark.parametrize("name, implementation", [
+    ("Mixtral", "grouped_mm"),
+    ("Qwen3Moe", "batched_mm"),
+    ("DeepseekV3", "grouped_mm"),
+    ("GptOss", "grouped_mm"),
+])  # fmt: skip
 def test_models_of_transformers(monkeypatch: pytest.MonkeyPatch, name: str, implementation: str) -> None:
     """Unmodified, with their auxiliary loss; the plain step takes the grouped product that has fp64.
 
-    On four ranks, which exchange rows in both directions and again for backward.
+    On four ranks, which exchange rows in both directions and again for backward. One layer, of experts.
     """
-    import transformers.integrations.moe
-
     from tests.models.catalog import ENTRIES
 
     monkeypatch.setattr(placements, "FEWEST", 4)
-    monkeypatch.setattr(transformers.integrations.moe, "_can_use_grouped_mm", lambda *given: False)
     (entry,) = (entry for entry in ENTRIES if entry.name == name)
     torch.manual_seed(0)
-    model = replace(entry, config={**entry.config, "experts_implementation": implementation}).build()
+    changed = {"experts_implementation": implementation, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    model = replace(entry, config={**entry.config, **changed}).build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.randint(8, 96, (16, 8))
     step = spmd.compile(Real.step, parallel_mode=spmd.DataParallel("fully_shard", **OVER_BATCH, experts="*.experts.*"))
-    verdict = spmd.verify(step, model, optimizer, {"input_ids": ids, "labels": ids}, world=4, mesh={"ep": 4}, steps=2)
+    with products_in_fp64():
+        verdict = spmd.verify(
+            step, model, optimizer, {"input_ids": ids, "labels": ids}, world=4, mesh={"ep": 4}, steps=2
+        )
     assert verdict, str(verdict)
+
+
+class NoSuchRow(Training):
+    """The second call has a number that no expert, or no token, has."""
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        """A part of the batch."""
+        x, chosen, y = super().part(rank, 0)
+        return x, chosen.index_fill(0, torch.tensor(0), -EXPERTS - 1) if step else chosen, y
+
+
+class TakesAny(Mixture):
+    """Rows of tokens by numbers that come from an argument."""
+
+    def by_ends(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        experts, order = (chosen % EXPERTS).flatten().sort()
+        ends, missing = experts.bincount(minlength=EXPERTS).cumsum(0).int(), (chosen < 0).sum() * len(x)
+        out = torch.ops.transformers.grouped_mm_fallback(x[order // 2 + missing], self.experts["up"], ends)
+        out = torch.ops.transformers.grouped_mm_fallback(out, self.experts["down"], ends)
+        return torch.zeros_like(x).index_add(0, order // 2, out)
+
+
+def raises_as_plain(rank: int, world: int, form: str) -> tuple[int, str]:
+    """The all_to_alls of a call, and what the call behind it raises."""
+    harness.ROWS, fewest, placements.FEWEST = 64, placements.FEWEST, 1
+    try:
+        torch.manual_seed(0)
+        case, model = NoSuchRow(form), (TakesAny if form == "ends" else Mixture)(form).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = spmd.compile(case.step, parallel_mode=spmd.DataParallel(**OVER_DP))
+        step(model, optimizer, *case.part(rank, 0))
+        try:
+            step(model, optimizer, *case.part(rank, 1))
+        except Exception as error:
+            return step.report().count("all_to_all"), f"{type(error).__name__}: {error}"
+        return step.report().count("all_to_all"), "nothing"
+    finally:
+        harness.ROWS, placements.FEWEST = 8, fewest
+
+
+@pytest.mark.parametrize("form, world", [("ends", 4), ("numbers", 2)])
+def test_a_number_that_no_row_has_raises_on_all_ranks_as_in_the_plain_step(ranks: Ranks, form: str, world: int) -> None:
+    for exchanges, raised in ranks.run(world, raises_as_plain, form):
+        assert (exchanges > 0) is (form == "ends")
+        assert "out of" in raised, raised
 
 
 # Room for rows
@@ -281,6 +337,32 @@ def test_rows_are_exchanged_where_that_moves_less(monkeypatch: pytest.MonkeyPatc
     assert {len(node.args[0].meta["val"]) for node in products} == {slots}
 
 
+class SharedBehind(Mixture):
+    """A shared expert that is called behind the others, and no statistics."""
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, width), and the numbers of the experts of each row -> the same shape, and no loss."""
+        out = self.by_ends(x, chosen, self.router(x).softmax(-1).gather(1, chosen))
+        return out + self.shared(x), x.new_zeros(())
+
+
+def test_shared_experts_run_while_rows_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ROWS": 1024, "WIDTH": 128, "HIDDEN": 128}.items():
+        monkeypatch.setattr(harness, name, value)
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+        step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(mesh=mesh, **OVER_BATCH))
+        model = SharedBehind("ends").double()
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), *Training().part(0, 0))
+    assert step.program is not None
+    nodes = list(step.program.graph.nodes)
+    sent = (node for node in step.program.collectives() if node.meta["collective"].kind is Kind.ALL_TO_ALL)
+    dispatch = next(node for node in sent if node.meta["val"].shape[1] == 128)  # not that of their weights
+    arrives = next(node for node in nodes if is_wait(node) and node.args[0] is dispatch)
+    (shared,) = (node for node in nodes if "addmm" in str(node.target))
+    assert nodes.index(dispatch) < nodes.index(shared) < nodes.index(arrives)
+
+
 # Mutants: each is found
 
 
@@ -388,6 +470,7 @@ class Plain(nn.Module):
     (Plain, {}, PlacementError, "no parameter is read by a grouped or batched matrix product: name those"),
     (Gathers, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .24, 10"),
     (Halves, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .8, 6, 5"),
+    (Mixture, {"micro_batches": 2}, PartitionError, "needs rows of all micro-batches at once: .* Keep the batch whole"),
     (LooksUp, {"micro_batches": 2}, PartitionError, "micro_batches=1 where the weights .* looked up, .*experts.py:"),
     (Mixture, {"axes": {"batch": ("dp", "ep"), "experts": "dp"}}, PlacementError, "the axis of experts, dp, to stand"),
     (Mixture, {"axes": {"batch": "dp", "experts": ("dp", "ep")}}, PlacementError, "expected one axis with the role"),
