@@ -115,7 +115,8 @@ class _Shares:
 
     def _emitted(self, k: int) -> Program:
         problem = self._problem(k)
-        return emit(problem, problem.complete(self._assignment))
+        is_as_first = k == 0 or k < self.count - 1  # the last one may be shorter
+        return emit(problem, self._assignment if is_as_first else problem.complete(self._assignment))
 
     def _problem(self, k: int) -> Problem:
         return Problem.of(
