@@ -85,10 +85,10 @@ def bytes_of_stages(
     """What a pipeline holds on its device once the passes are through, on the rank that needs the most; collective."""
     bundle: Bundle = run(program, pipeline, check=False).stages
     (call,), device = bundle.calls, device_of(program)
-    memory = max(bundle_memory(bundle, call, k).planned.peak for k in range(len(bundle.calls[call])))
-    memory += max(_bytes_beside(each) for each in bundle.programs.values())
+    own = [bundle.programs[role] for role in bundle.roles_of(program)]
+    memory = bundle_memory(bundle, call, bundle.coordinate_of(program)).planned.peak + max(map(_bytes_beside, own))
     if device.type == "cpu":
-        graphs = [program, program, *bundle.programs.values(), *bundle.programs.values(), *kept]
+        graphs = [program, program, *program.stages.programs.values(), *own, *kept]
         memory += _NODE_BYTES * sum(len(each.graph.nodes) for each in graphs) + _COMPILING
     return max(map(int, all_gather(str(memory))))
 

@@ -490,7 +490,7 @@ def _simulated_stages(program: Program, costs: Costs, backend: str | None) -> _S
     """The programs of a pipeline, as the rank of ``program`` runs them."""
     bundle: Bundle = program.stages
     (call,) = bundle.calls
-    own = next(each.coordinate for each in program.mesh.axes if each.name == bundle.axis)
+    own = bundle.coordinate_of(program)
     memory, device = bundle_memory(bundle, call, own), str(device_of(program))
     found = simulate_bundle(bundle, call, costs, backend=backend)
     if found is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ._torch import LazyGraphModule
 from .base import Pass
 from .errors import PassError
+from .ir.bundle import Bundle
 from .ir.check import check as check_program
 from .ir.infer_shapes import fill_vals
 from .ir.program import Program
@@ -42,6 +44,8 @@ def run(
         seconds = _stage(number, each, done, program if check else None)
         if on_stage is not None:
             on_stage(number, each, done, seconds)
+    if program.stages is not None:
+        done.stages = replace(done.stages, programs=_Finished(done, program.stages, passes))
     done.graph_module = LazyGraphModule(done.graph_module, done.graph)
     return done
 
@@ -79,21 +83,43 @@ def _rewrite_accumulating(each: Pass, program: Program) -> None:
 
 
 def _rewrite_stages(each: Pass, program: Program, is_checked: bool) -> int:
-    """Rewrite the programs of all stages, which run in the place of ``program``; returns the number of edits."""
+    """Rewrite the programs of a pipeline that this rank runs in the place of ``program``; returns the edits."""
     edits, done = 0, {}
-    for role, stage in program.stages.programs.items():
+    for role in program.stages.roles_of(program):
+        stage = program.stages.programs[role]
         done[role] = own = stage.copy()
         made = each.rewrite(own)
         _complete(own, made)
         if is_checked:
             check_program(own, stage)
         edits += made
-    program.stages = program.stages.with_programs(done)
+    program.stages = replace(program.stages, programs=ChainMap(done, program.stages.programs))
     return edits
 
 
+class _Finished(Mapping[str, Program]):
+    """The programs of a pipeline behind all passes; those of other ranks are rewritten when somebody looks at them."""
+
+    def __init__(self, done: Program, before: Bundle, passes: tuple[Pass, ...]) -> None:
+        self._done: dict[str, Program] = {role: done.stages.programs[role] for role in before.roles_of(done)}
+        self._before, self._passes = before.programs, passes
+
+    def __getitem__(self, role: str) -> Program:
+        if role not in self._done:
+            self._done[role] = run(self._before[role], self._passes, check=False)
+        return self._done[role]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._before)
+
+    def __len__(self) -> int:
+        return len(self._before)
+
+
 def _count_collectives(program: Program) -> int:
-    programs = [program] if program.stages is None else program.stages.programs.values()
+    programs = [program]
+    if program.stages is not None:
+        programs = [program.stages.programs[role] for role in program.stages.roles_of(program)]
     return sum(len(each.collectives()) for each in programs)
 
 

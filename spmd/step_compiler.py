@@ -151,7 +151,11 @@ class StepCompiler:
         bundle = deferred.bundle if deferred else program.stages
         if bundle is not None:
             dump.bundle(bundle)
+        # Of a pipeline each rank has only rewritten its own programs: what they were made from is equal on all.
+        bundle = bundle if local.stages is None else local.stages
         description = describe_for_agreement(captured, program, costs, call, bundle, made.entry)
+        if local.stages is not None:
+            _check_same_stage(program, agreement)
         description += options.describe_edits(made.program)
         base, calls, *seeds = agreement.agree(description, self._seeds(call))
         adopt([base, calls])
@@ -362,3 +366,13 @@ def _compiles(backend: Backend) -> Compiles | None:
     if isinstance(backend, str):
         return CompiledIslands() if backend == "inductor" else None
     return CompiledRegions(backend)
+
+
+def _check_same_stage(program: Program, agreement: Agreement) -> None:
+    """Raise ``RankMismatchError`` where ranks with the same stages have other programs of these."""
+    bundle: Bundle = program.stages
+    if len(program.mesh.axes) > 1:
+        own = f"{bundle.coordinate_of(program)} {bundle.digest(bundle.roles_of(program))}"
+        found = set(agreement.all_gather_text(own))
+        if len({each.partition(" ")[0] for each in found}) != len(found):
+            raise RankMismatchError(f"expected ranks of one stage to have the same programs, got {sorted(found)}")

@@ -139,26 +139,37 @@ class Bundle:
                     found.setdefault(role, set()).add(k)
         return found
 
+    def coordinate_of(self, program: Program) -> int:
+        """The coordinate along the axis of the rank that a program is for."""
+        return next(each.coordinate for each in program.mesh.axes if each.name == self.axis)
+
+    def roles_of(self, program: Program) -> list[str]:
+        """The programs that the rank runs that a program is for."""
+        own = self.coordinate_of(program)
+        return [role for role in self.programs if own in self.coordinates(role)]
+
     def axis_of(self, role: str) -> Axis | None:
         """The axis as a program has it."""
         return next((each for each in self.programs[role].mesh.axes if each.name == self.axis), None)
 
-    def digest(self) -> str:
-        """A short text that is equal on all ranks of a bundle: its channels, calls, and programs.
+    def digest(self, roles: Iterable[str] | None = None) -> str:
+        """A short text that is equal on all ranks of a bundle: its channels, calls, and programs, or these of them.
 
         Of the numbers among the arguments of ops only peers count: others are sizes of this rank's parts, and where
         they begin.
         """
-        return hashlib.sha256("\n".join(self._lines()).encode()).hexdigest()[:16]
+        return hashlib.sha256("\n".join(self._lines(self.programs if roles is None else roles)).encode()).hexdigest()[
+            :16
+        ]
 
-    def _lines(self) -> Iterator[str]:
+    def _lines(self, roles: Iterable[str]) -> Iterator[str]:
         yield from (self.name, self.axis, str(dict(self.calls)), str(self.micro_batches))
         for each in self.channels:
             facts = each.dtype, len(each.shape), each.placement, each.writers, each.readers, each.sent, each.given
             yield f"{each.name}: {facts}"
-        for role, program in self.programs.items():
-            yield f"{role} on {program.mesh}"
-            yield from _facts(program)
+        for role in roles:
+            yield f"{role} on {self.programs[role].mesh}"
+            yield from _facts(self.programs[role])
 
     def with_orders(self, calls: Mapping[str, Orders]) -> Bundle:
         """The same programs in other orders."""

@@ -45,7 +45,7 @@ class StageRuns:
     def of(cls, program: Program, arenas: Arenas, commit: Commit, regions: Compiles | None) -> StageRuns:
         """Those of the rank that ``program`` is for."""
         bundle: Bundle = program.stages
-        coordinate = next(each.coordinate for each in program.mesh.axes if each.name == bundle.axis)
+        coordinate = bundle.coordinate_of(program)
         return cls(program, arenas, BundleExecutable(bundle, coordinate, arenas, commit, regions))
 
     def __call__(self, *inputs: Any) -> list[Any]:

@@ -194,6 +194,7 @@ def _on_axis(program: Program, rows: Mapping[str, int], count: int, coordinate: 
         replace(each, placement=_placed(each.name, each.placement, rows)) if each.placement else each
         for each in program.inputs
     ]
+    inputs = [replace(each, role=Role.BATCH) if each.name in rows else each for each in inputs]
     return replace(program, mesh=mesh, inputs=inputs)
 
 

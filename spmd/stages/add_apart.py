@@ -30,12 +30,20 @@ def add_apart(local: Program, placed: Placed) -> bool:
 
 
 def _is_of_two_ranks(grown: fx.Node, placed: Placed) -> bool:
-    added: Any = grown.args[1] if grown.target is aten.add.Tensor else None
-    if not isinstance(added, fx.Node) or added.target is not aten.add.Tensor or added.kwargs or len(added.users) > 1:
+    added = _added(grown)
+    if added is None or added.target is not aten.add.Tensor or added.kwargs or len(added.users) > 1:
         return False
     sources = [_source(each) for each in added.all_input_nodes]
     stages = {placed.stages[each] % placed.ranks for each in sources if each in placed.stages}
     return len(stages) == 2 and all(_type(each) == _type(grown) for each in added.all_input_nodes)
+
+
+def _added(grown: fx.Node) -> fx.Node | None:
+    """What is added up, without what only ends autograd."""
+    node: Any = grown.args[1] if grown.target is aten.add.Tensor else None
+    while isinstance(node, fx.Node) and node.target is aten.detach.default and len(node.users) == 1:
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) else None
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -51,7 +59,8 @@ def _type(node: fx.Node) -> Any:
 
 def _divide(local: Program, grown: fx.Node, accumulator: fx.Node) -> None:
     """Let ``accumulator`` have the first of two terms, and a new one the second."""
-    added: Any = grown.args[1]
+    added, last = _added(grown), grown.args[1]
+    assert added is not None, "it is a sum of two"
     first, second = added.args
     pairs = list(zip(local.output_values(), local.outputs, strict=True))
     declared = dict(zip(local.placeholders, local.inputs, strict=True))[accumulator]
@@ -64,7 +73,9 @@ def _divide(local: Program, grown: fx.Node, accumulator: fx.Node) -> None:
     for key in ("grad_of", "captured"):
         grown.meta.pop(key, None)
     grown.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total and user.op != "output")
-    local.graph.erase_node(added)
+    while last is not first:  # what only ends autograd, and the sum
+        gone, last = last, last.args[0]
+        local.graph.erase_node(gone)
     own = next(output for value, output in pairs if value is grown and output.name == declared.name)
     values = [value if value is not grown or output is own else total for value, output in pairs]
     local.set_outputs([*values, other], [*(output for _, output in pairs), replace(own, name=name)])

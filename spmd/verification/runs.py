@@ -110,7 +110,7 @@ def _run_stages(programs: Sequence[Program], inputs: Sequence[list[Any]], watch:
         named |= {name: named[whole] for whole, name in micro.whole.items() if name in micro.split and whole in named}
         written = {each.name for each in program.outputs if each.kind is OutputKind.UPDATE}
         state = {name: value for name, value in named.items() if name in written}
-        coordinate = next(axis.coordinate for axis in program.mesh.axes if axis.name == program.stages.axis)
+        coordinate = program.stages.coordinate_of(program)
         ranks.append(BundleRank(program.stages, coordinate, state))
         given.append({name: value for name, value in named.items() if name not in written})
     seen: dict[tuple[str, tuple[int, ...]], _Seen] = {}
