@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
 import spmd
 from passes.schedule.gpus import GPUS
@@ -125,7 +124,7 @@ def test_a_function_that_is_not_compiled_is_refused() -> None:
         spmd.plan(train_step.function, nn.Linear(2, 2), gpus=8)
 
 
-@pytest.mark.parametrize("kind", ["context", "shard", "recompute", "stages", "interleaved", "tensor"])
+@pytest.mark.parametrize("kind", ["context", "shard", "recompute", "stages", "interleaved"])
 def test_modes_run_as_they_are_pasted(kind: str) -> None:
     found = attending() if kind == "context" else searched(8, "100KB" if kind == "recompute" else None, 4)
     tests: dict[str, Callable[[Layout], bool]] = {
@@ -133,13 +132,11 @@ def test_modes_run_as_they_are_pasted(kind: str) -> None:
         "shard": lambda each: each.shard == 4,
         "recompute": lambda each: each.recompute == "full",
         "stages": lambda each: each.schedule == "zb-h1" and each.style == "shard_optimizer",
-        "tensor": lambda each: each.tensor == 4,  # by the recipe
         "interleaved": lambda each: each.chunks > 1 and each.style == "fully_shard",
     }
     chosen = next(each for each in (*found.layouts, *found.front) if tests[kind](each.layout))
     text = found.python(chosen).replace('"cuda"', '"cpu"')
     made: dict[str, Any] = {"spmd": spmd, "init_device_mesh": init_device_mesh, "step": train_step.function}
-    made["Shard"] = Shard
     blocks = model(4)
     rows = 16 // (chosen.layout.data // chosen.layout.context)
     args = (blocks, torch.optim.Adam(blocks.parameters()), torch.zeros(rows, TOKENS, dtype=torch.long))
