@@ -5,7 +5,7 @@
 For each model of ``benchmarks.peers`` all systems live on two ranks of one core each, and take their rounds in turn. A
 time is the median over rounds, of the slowest rank. "beside the best" is Auto's over that of the fastest style: it ends
 with 1 where that is more than 1.1. ``--table``: as ``python -m spmd calibrate`` writes it, by default the built-in one.
-``--smoke`` runs a tiny model, and says nothing of speed.
+``--smoke`` runs a tiny model in one style, and says nothing of speed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def measure(workload: Workload, options: argparse.Namespace) -> list[Result]:
         return race(
             workload,
             network,
-            systems(options.adapt, options.table),
+            systems(options.adapt, options.table)[: 2 if options.smoke else None],
             pace,
             ranks=2,
             device="cpu",
@@ -92,7 +92,7 @@ def main() -> int:
         shown.add_column(heading, justify="left" if heading == "model" else "right")
     for name, times in ms.items():
         shown.add_row(name, *(f"{each:.1f}" for each in times.values()), f"{beside[name]:.2f}")
-    Console(highlight=False).print(shown)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(shown)
     print("\n".join(failed), end="\n" if failed else "", file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps({"ms": ms, "beside the best": beside}, indent=1))

@@ -303,6 +303,7 @@ class Dispatch:
         """Why no entry of the cache can serve a call: what an earlier call of this process had decides, too."""
         reasons = {
             "its experts had more rows than it had room for": self.outgrown,
+            "its schedule follows what was measured": self.last is not None and bool(self.last.left),
             "it has logs among its arguments": self._reader.logs,
             "the programs so far write to Python state": self.carried(call),
         }

@@ -122,7 +122,7 @@ def test_auto_is_raced_beside_all_styles(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "out").read_text())
     (times,) = found["ms"].values()
-    assert list(times) == ["spmd.Auto", "replicate", "shard_optimizer", "fully_shard"]
+    assert list(times) == ["spmd.Auto", "replicate"]
     assert all(each > 0 for each in times.values())
     assert "beside the best" in run.stdout
 

@@ -25,8 +25,8 @@ class Chosen(Choice):
 def front(kinds: Sequence[tuple[int, Sequence[Choice]]]) -> list[Chosen]:
     """The choices of which none is both faster and smaller, the fastest first.
 
-    ``kinds``: how many equal blocks there are, and what each may do. Equal blocks differ in their number only,
-    and what is slower and larger than another choice for the same blocks is left out before the next kind is added.
+    ``kinds``: how many equal blocks there are, and what each may do. Of equal blocks it counts only how many do what;
+    what is slower and larger than another choice for the same blocks is left out before the next kind is added.
     """
     found = [Chosen(0.0, 0.0)]
     for count, choices in kinds:

@@ -1,8 +1,8 @@
 """The least sum of costs over choices that are not independent: exact, by eliminating one choice after the other.
 
-A choice is eliminated by adding up all costs that it takes part in and keeping, for each combination of its adjacent
-choices, the least (Bertelè and Brioschi 1972). The order follows the fewest adjacent ones, so that chains and ladders,
-as a model's blocks are, take little.
+A choice is eliminated by adding up all costs that it takes part in and keeping the least for each combination of the
+other choices in them (Bertelè and Brioschi 1972). Next comes the one whose sum has the fewest entries, so that chains
+and ladders, as a model's blocks are, take little.
 """
 
 from __future__ import annotations

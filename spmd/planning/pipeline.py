@@ -28,7 +28,7 @@ class Run:
 
 
 def simulate(schedule: Schedule, ranks: int, count: int, stages: Sequence[Stage], message: float) -> Run:
-    """``count`` micro-batches, of which the next stage gets ``message`` seconds after they are computed.
+    """``count`` micro-batches, whose messages arrive ``message`` seconds after they are sent.
 
     After a few micro-batches all take equally long, so that few are simulated.
     """

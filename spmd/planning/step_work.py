@@ -82,7 +82,7 @@ class CapturedStep:
     def _recipe(self) -> tuple[Program, dict[str, int], dict[str, int]] | None:
         try:
             return recipe_of(self._step, self._args, self._kwargs)
-        except Exception:  # of a step that is refused, it is reported where all of it is captured
+        except Exception:  # the capture of all of it raises what is to be raised
             return None
 
     def divides_experts(self, ranks: int) -> bool:
