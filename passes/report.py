@@ -24,6 +24,7 @@ from .ir.bundle import Bundle
 from .ir.collectives import Collective, Kind, input_bytes, moved
 from .ir.printer import short_dtype
 from .ir.program import Program
+from .ir.roles import Role
 from .measured import IslandTime, MeasuredTime, OpTime, collective_of
 from .memory.bundle_memory import bundle_memory
 from .memory.peak_memory import PlannedMemory, planned_memory
@@ -176,7 +177,7 @@ class Report:
             str(program.mesh),
             _traffic(found.every),
             dict(seconds or {}),
-            tuple(notes),
+            (*notes, *_of_micro_batches(program, found.memory)),
             tuple(program.history),
             found.every,
             found.memory,
@@ -442,6 +443,20 @@ def _passes(passes: Sequence[PassEffect]) -> list[RenderableType]:
             counts = f"{each.nodes_before:,}", f"{each.nodes_after:,}"
             table.add_row(*map(Text, (each.stage, each.did, *counts, f"{each.seconds * 1e3:,.1f}")))
     return [table, *([Text(f"{_IDLE}: {', '.join(idle)}")] if idle else [])]
+
+
+def _of_micro_batches(program: Program, memory: Mapping[str, PlannedMemory]) -> list[str]:
+    """A sentence on what micro-batches save and cost, if there are some: activations are as many as rows."""
+    micro = program.micro_batches
+    if micro is None:
+        return []
+    once = sum(each.roles.get("activations", 0) for each in memory.values())
+    inputs = zip(program.inputs, program.placeholders, strict=True)
+    held = sum(node.meta["val"].nbytes for each, node in inputs if each.role is Role.ACCUMULATOR)
+    return [
+        f"{micro.count} micro-batches: {once:,} bytes of activations at once, of some {once * len(micro.runs):,} for all "
+        f"rows, at the price of {held:,} bytes of accumulators and of parameters that are read {len(micro.runs)} times"
+    ]
 
 
 def _memory(device: str, memory: PlannedMemory) -> RenderableType:
