@@ -301,7 +301,7 @@ def refusal(budget: int, least: int) -> str:
     """The sentence for a budget below the ``least`` that a step runs with."""
     return (
         f"expected memory= to be at least {_mega(least)} per rank, with which this step runs, got {_mega(budget)}: "
-        "pass a smaller batch, or split state over more ranks"
+        "pass a smaller batch, run it as micro-batches, or split state over more ranks"
     )
 
 
