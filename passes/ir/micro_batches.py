@@ -55,7 +55,7 @@ def ascend(program: Program, inputs: Sequence[torch.Tensor], k: int) -> None:
 def _grow(micro: MicroBatches, position: Mapping[str, int], inputs: Sequence[torch.Tensor], k: int) -> None:
     """After run ``k``, let its sums be the last subtree of the rank, with those before it that are its siblings."""
     assert micro.spread is not None
-    before, after = (len(subtrees(micro.spread.first, end)) for end in (k, k + 1))
+    before, after = (len(subtrees(micro.runs.start, end)) for end in (k, k + 1))
     for name, above in micro.tree.items():
         own = inputs[position[name]]
         slots, total = [inputs[position[each]] for each in above], own
@@ -88,14 +88,36 @@ def gather_rows(program: Program, inputs: list[Any]) -> None:
             inputs[k] = _gathered(inputs[k], micro.split[name], micro.spread.rows[name], micro.spread)
 
 
+def return_rows(micro: MicroBatches, name: str, own: torch.Tensor) -> torch.Tensor:
+    """Exchange the rows of the parts that a rank ran for those that it is to return."""
+    spread, dim, of_run = micro.spread, micro.joined[name], own.shape[micro.joined[name]] // len(micro.runs)
+    assert spread is not None
+    counts = [len(spread.runs(micro.count, rank)) for rank in range(spread.ranks)]
+    most = max(counts) * of_run
+    gathered = _all_rows(own.movedim(dim, 0), most, spread).split(most)
+    whole = torch.cat([rows[: count * of_run] for rows, count in zip(gathered, counts, strict=True)])
+    return own_rows(micro, whole.movedim(0, dim), dim)
+
+
+def own_rows(micro: MicroBatches, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    """The rows of a rank, as ``torch.chunk`` cuts them, where ranks divide the runs."""
+    assert micro.spread is not None
+    most = -(-whole.shape[dim] // micro.spread.ranks)
+    return whole.tensor_split([k * most for k in range(1, micro.spread.ranks)], dim)[micro.spread.rank].contiguous()
+
+
 def _gathered(tensor: torch.Tensor, dim: int, rows: int, spread: Spread) -> torch.Tensor:
     """All ranks' rows, of which each has as many as ``torch.chunk`` gives it."""
-    most = -(-rows // spread.ranks)
-    own = tensor.movedim(dim, 0)
+    found = _all_rows(tensor.movedim(dim, 0), -(-rows // spread.ranks), spread)
+    return found[:rows].movedim(0, dim).contiguous()
+
+
+def _all_rows(own: torch.Tensor, most: int, spread: Spread) -> torch.Tensor:
+    """The rows of all ranks, each rank's filled up to ``most``."""
     own = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])]).contiguous()
     sent = own.view(-1).view(torch.uint8)  # not all backends gather bools
     found: torch.Tensor = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, spread.ranks, spread.group))
-    return found.view(own.dtype).view(-1, *own.shape[1:])[:rows].movedim(0, dim).contiguous()
+    return found.view(own.dtype).view(-1, *own.shape[1:])
 
 
 def runs_of(program: Program) -> list[Program]:

@@ -148,16 +148,21 @@ class Output:
 
 @dataclass(frozen=True)
 class Spread:
-    """The runs of a rank, where ranks divide those of a call: from ``first`` to ``end``.
+    """How ranks divide the runs of a call: this is number ``rank`` of the ``ranks`` in ``group``.
 
-    Before the first one, arguments are gathered from the ``ranks`` of ``group``; ``rows``: how many all have of each.
+    All run equally often: a rank with fewer runs of its own than another first runs one for nothing. Before that,
+    arguments are gathered; ``rows``: how many all ranks have of each.
     """
 
-    first: int
-    end: int
-    group: str
+    rank: int
     ranks: int
+    group: str
     rows: Mapping[str, int]
+
+    def runs(self, count: int, rank: int | None = None) -> range:
+        """The numbers of the runs of a rank, by default this one, of ``count``."""
+        rank = self.rank if rank is None else rank
+        return range(rank * count // self.ranks, (rank + 1) * count // self.ranks)
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,13 @@ class MicroBatches:
     @property
     def runs(self) -> range:
         """The numbers of the runs of this rank."""
-        return range(self.count) if self.spread is None else range(self.spread.first, self.spread.end)
+        return range(self.count) if self.spread is None else self.spread.runs(self.count)
+
+    @property
+    def idle_runs(self) -> list[int]:
+        """The numbers of the runs before these, whose sums are dropped: the rank takes part in what others gather."""
+        most = len(self.runs) if self.spread is None else -(-self.count // self.spread.ranks)
+        return [self.runs.start] * (most - len(self.runs))
 
     def join(self, outputs: Sequence[Output], last: Sequence[Any], before: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The values of ``outputs`` in the last run, with the rows of the runs ``before`` it, by name of the result."""

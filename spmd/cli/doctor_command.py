@@ -1,6 +1,7 @@
 """``spmd doctor``: what of spmd works on this machine, and what follows from what does not.
 
-It looks at versions, devices, memory and limits, and lets two ranks train a small model, compared with one process::
+It looks at versions, devices, memory and limits, and lets two ranks train small models: one compared with one process,
+one with the bits that ``bits="same"`` is known to have on such a processor::
 
     python -m spmd doctor
     python -m spmd doctor --no-ranks --json
@@ -33,6 +34,7 @@ from torch.multiprocessing.spawn import spawn
 from passes.runtime.segments import allocate_segment
 
 from ..decorator import compile
+from .known_bits import KNOWN, this_kind, trained_bits
 
 TESTED = ("2.11", "2.15")  # the oldest and the newest torch
 _STYLES = {"works": "green", "slower": "yellow", "fails": "red", "not here": "dim"}
@@ -60,7 +62,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Look, print, and return the exit code."""
-    found = [*_here(), *([] if arguments.no_ranks else [_two_ranks()])]
+    found = [*_here(), *([] if arguments.no_ranks else _two_ranks())]
     if arguments.json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     else:
@@ -152,8 +154,8 @@ def _dumps(folder: Path) -> Finding:
         return Finding("dumps", "slower", f"SPMD_DUMP={folder}: {error.strerror}", "steps warn, and train on without")
 
 
-def _two_ranks() -> Finding:
-    """Two ranks of this machine train as one process does."""
+def _two_ranks() -> list[Finding]:
+    """Two ranks of this machine train as one process does, and to known bits."""
     what = "two ranks"
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
@@ -164,16 +166,28 @@ def _two_ranks() -> Finding:
                     raise TimeoutError(f"they had not ended after {_RANKS_WITHIN:g} s")
         except Exception as error:
             reason = str(error).strip().splitlines()[-1]
-            return Finding(what, "fails", reason, "no training on several ranks of this host, until this works")
+            return [Finding(what, "fails", reason, "no training on several ranks of this host, until this works")]
         finally:
             for process in context.processes:
                 process.kill()
-        notes = json.loads((Path(folder) / "notes").read_text())
+        written = json.loads((Path(folder) / "written").read_text())
     found = f"train as one process does ({time.monotonic() - start:.0f} s)"
-    problems = [note for note in notes if "cannot share memory" in note]
+    problems = [note for note in written["notes"] if "cannot share memory" in note]
     if problems:
-        return Finding(what, "slower", found, "; ".join(problems))
-    return Finding(what, "works", f"{found}, over shared memory")
+        return [Finding(what, "slower", found, "; ".join(problems)), _bits(written["bits"])]
+    return [Finding(what, "works", f"{found}, over shared memory"), _bits(written["bits"])]
+
+
+def _bits(found: str) -> Finding:
+    """The hash of the step with equal bits beside the known one."""
+    what, kind, short = 'bits="same"', this_kind(), found[:12]
+    here = f"{kind[0]}, torch {kind[1]}"
+    if kind not in KNOWN:
+        return Finding(what, "not here", f"{short} on {here}", "no hash is known for this kind to compare it with")
+    if KNOWN[kind] == found:
+        return Finding(what, "works", f"{short}, as known for {here}")
+    so = "a run that such a machine began goes on here with other bits: compare the versions of torch and its libraries"
+    return Finding(what, "fails", f"{short}, but {KNOWN[kind][:12]} is known for {here}", so)
 
 
 def _train(rank: int, folder: str) -> None:
@@ -188,8 +202,9 @@ def _train(rank: int, folder: str) -> None:
     _step(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batch)
     for name, expected in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], expected)
+    bits = trained_bits(rank, 2)
     if rank == 0:
-        (Path(folder) / "notes").write_text(json.dumps(step.report().notes))
+        (Path(folder) / "written").write_text(json.dumps({"notes": step.report().notes, "bits": bits}))
     dist.destroy_process_group()
 
 

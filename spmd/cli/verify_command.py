@@ -5,6 +5,7 @@ FILE is a Python file with the compiled STEP and a function that returns its arg
     python -m spmd verify train.py:train_step --world 4
     python -m spmd verify train.py:train_step --mesh dp=2,tp=2 --args small_batch --json
     python -m spmd verify train.py:train_step --world 1024 --certify
+    python -m spmd verify train.py:train_step --world 3 --bits
 
 With --certify the programs are not run but derived from rules; what cannot be shown so is compared as without it. It
 ends with 0 where all agrees, with 1 where something differs, and with 2 where FILE, STEP or an option is wrong.
@@ -40,6 +41,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--mesh", help="ranks along each axis, such as dp=2,tp=2; by default one axis, dp")
     command.add_argument("--steps", type=int, default=3, help="steps to compare (%(default)s)")
     command.add_argument("--certify", action="store_true", help="derive what the programs compute, up to 1,024 ranks")
+    command.add_argument("--bits", action="store_true", help="compare one rank with several, to the last bit")
     command.add_argument("--json", action="store_true", help="print the verdict, or the certificate, as JSON")
     command.set_defaults(run=lambda arguments: run(arguments, command))
 
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             certificate = certify(step, *given, world=world, mesh=mesh) if arguments.certify else None
             found: list[Certificate | Verdict] = [certificate] if certificate is not None else []
             if certificate is None or (certificate.outcome == "cannot show" and world <= MOST):
-                found.append(verify(step, *given, steps=arguments.steps, world=world, mesh=mesh))
+                found.append(verify(step, *given, steps=arguments.steps, world=world, mesh=mesh, bits=arguments.bits))
     except (SpmdError, ValueError, TypeError, FileNotFoundError) as error:
         parser.error(str(error))
     except Exception:  # of the file, or of its step; Python itself would end with 1, as where something differs

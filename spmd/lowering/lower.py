@@ -10,7 +10,7 @@ import torch
 
 from passes import OutputKind, Part, Program
 from passes.cleanup.dead_code import DeadCode
-from passes.ir.micro_batches import accumulating, ascend, gather_rows, new_accumulators
+from passes.ir.micro_batches import accumulating, ascend, gather_rows, new_accumulators, return_rows
 from passes.runtime.arena import has_shared_arena
 from passes.schedule.node_costs import device_of
 
@@ -55,7 +55,7 @@ class Runs:
             return None
         first = accumulating(micro.accumulating or program, micro.joined)
         if micro.accumulating is None:
-            DeadCode().rewrite(first)  # ranks that divide the runs of a call communicate in the last one alone
+            DeadCode().rewrite(first)
         executable = lower(first, arenas, Commit(), regions, cuda_graphs)
         return cls(program, executable, is_read_by_peers=has_shared_arena(first.graph))
 
@@ -69,15 +69,25 @@ class Runs:
         assert micro is not None
         self.accumulators = self.accumulators or new_accumulators(self.program)
         for k, memory in self.accumulators.items():
-            given[k] = memory.zero_()
-        rows = []
+            given[k] = memory
         gather_rows(self.program, given)
+        for k in micro.idle_runs:
+            self._run(given, k, commit)
+        for memory in self.accumulators.values():
+            memory.zero_()
+        rows = []
         for k in micro.runs[:-1]:
-            rows.append(self.executable(micro.of_run(self.program.inputs, given, k)))
+            rows.append(self._run(given, k, commit))
             ascend(self.program, given, k)
-            if self.is_read_by_peers:
-                commit.wait_for_ranks()
         return micro.of_run(self.program.inputs, given, micro.runs[-1]), rows
+
+    def _run(self, given: Sequence[Any], k: int, commit: Commit) -> list[Any]:
+        micro = self.program.micro_batches
+        assert micro is not None
+        rows = self.executable(micro.of_run(self.program.inputs, given, k))
+        if self.is_read_by_peers:
+            commit.wait_for_ranks()
+        return rows
 
     def close(self) -> None:
         """Drop the generated code, and the memory of accumulators."""
@@ -90,7 +100,11 @@ class Runs:
         assert micro is not None
         outputs = [each for each in self.program.outputs if each.kind is not OutputKind.UPDATE]
         names = [each.name for each in outputs if each.name in micro.joined]
-        return micro.join(outputs, returned, [dict(zip(names, each, strict=True)) for each in rows])
+        joined = micro.join(outputs, returned, [dict(zip(names, each, strict=True)) for each in rows])
+        if micro.spread is None:
+            return joined
+        pairs = list(zip(outputs, joined, strict=True))
+        return [return_rows(micro, each.name, value) if each.name in micro.joined else value for each, value in pairs]
 
 
 class Function(Protocol):

@@ -119,16 +119,30 @@ def _result(name: str, val: torch.Tensor) -> Output:
 
 
 def _check_given(program: Program, value: fx.Node, wait: fx.Node) -> None:
+    if needs := _needed(program, value):
+        raise PartitionError(
+            f"{described(wait)} is a sum over the whole batch that each micro-batch needs, and it follows from "
+            f"{needs}: it is known only when all have run. Keep the batch whole (micro_batches=1), use what looks at "
+            "each row by itself (LayerNorm or GroupNorm instead of BatchNorm), or, with micro_batches=, let each have "
+            'sums of its own (statistics="per_micro_batch")'
+        )
+
+
+def of_activations(captured: Program, sums: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of the sums that do not follow from arguments alone."""
+    by_name = {node.name: node for node in captured.graph.nodes}
+    return [node for node in sums if _needed(captured, by_name[_captured(node)])]
+
+
+def _needed(program: Program, value: fx.Node) -> str:
+    """What a value follows from that is known only in a run; empty if there is nothing."""
     declared = dict(zip(program.placeholders, program.inputs, strict=True))
     for node in _ancestors(value):
-        needs = declared[node].name if node.op == "placeholder" and declared[node].role not in _GIVEN else ""
-        needs = "a random draw" if is_random(node) else needs
-        if needs:
-            raise PartitionError(
-                f"{described(wait)} is a sum over the whole batch that each micro-batch needs, and it follows from "
-                f"{needs}: it is known only when all have run. Keep the batch whole (micro_batches=1), or use what "
-                "looks at each row by itself (LayerNorm or GroupNorm instead of BatchNorm)"
-            )
+        if is_random(node):
+            return "a random draw"
+        if node.op == "placeholder" and declared[node].role not in _GIVEN:
+            return declared[node].name
+    return ""
 
 
 def _ancestors(value: fx.Node) -> Iterator[fx.Node]:

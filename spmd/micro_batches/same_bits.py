@@ -3,7 +3,8 @@
 A sum of floats depends on its order. The global batch is cut into parts, always the same ones; a rank has several that
 follow each other, and computes each with ops of the same sizes, whatever the number of ranks. What is summed over rows
 is a partial sum for each part, and a balanced tree over all of them: its lower levels are accumulators of a rank, and
-each level above is a sum over an axis of two ranks, which has one order. More ranks along an axis: ``spread.py``.
+each level above is a sum over an axis of two ranks, which has one order. More ranks along an axis: ``spread.py``. State
+that styles split is computed whole: ``state_in_parts.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from passes.ir.collectives import is_collective, kind_of
 from ..partitioner.plan import Plan
 from .lines import described
 from .spread import partition_and_spread
+from .state_in_parts import keep_parts, with_whole_state
 from .time_axis import partition_in_time
 
 _SUM = Role.ACCUMULATOR
@@ -28,6 +30,7 @@ _SUM = Role.ACCUMULATOR
 
 def partition_with_same_bits(program: Program, plan: Plan, virtual: int, dtype: torch.dtype | None = None) -> Program:
     """One rank's share, to be run for each of its parts. Raises ``PartitionError`` where ranks or rows do not fit."""
+    _check_wire(program, plan)
     over = program.mesh.axes_with(AxisRole.BATCH)
     ranks = prod(program.mesh.axes[k].size for k in over)
     spread = [k for k in over if program.mesh.axes[k].size > 2]
@@ -36,7 +39,7 @@ def partition_with_same_bits(program: Program, plan: Plan, virtual: int, dtype: 
             f'bits="same" takes at least two virtual parts on each rank, but has virtual={virtual} for {ranks} ranks: '
             f"pass virtual={2 * ranks} or more, the same on any number of ranks"
         )
-    for each in program.inputs:
+    for each in (i for i in program.inputs if i.role is Role.BATCH):
         dims = [p.dim for k, p in enumerate(each.placement) if k in over and isinstance(p, Shard)]
         if dims and each.shape[dims[0]] % virtual:
             raise PartitionError(
@@ -48,9 +51,27 @@ def partition_with_same_bits(program: Program, plan: Plan, virtual: int, dtype: 
     ordered = [replace(axis, ordered=k in over) for k, axis in enumerate(program.mesh.axes)]
     program = replace(program, mesh=replace(program.mesh, axes=tuple(ordered)))
     count = virtual // ranks
-    local = partition_in_time(program, plan, count, dtype, levels=(count - 1).bit_length())
+    local = partition_in_time(program, with_whole_state(program, plan), count, dtype, levels=(count - 1).bit_length())
     _check_sums(local)
+    keep_parts(local, plan)
     return local
+
+
+def _check_wire(program: Program, plan: Plan) -> None:
+    """Raise ``PartitionError`` for what would be rounded, or computed elsewhere, where there are several ranks."""
+    dtypes = {i.name: i.dtype for i in program.inputs if i.role is Role.PARAMETER and i.dtype is not None}
+    sent = {name: plan.reduce_dtypes.get(name) or dtype for name, dtype in dtypes.items()}
+    rounded = next((name for name, dtype in dtypes.items() if sent[name].itemsize < dtype.itemsize), None)
+    if rounded is not None:
+        raise PartitionError(
+            f'expected gradients to be reduced in their own dtype, or a wider one, with bits="same", but {rounded} has '
+            f"{dtypes[rounded]}, and its gradient {sent[rounded]}: leave out reduce_dtype, and let policies have "
+            f"reduce_dtype={dtypes[rounded]}"
+        )
+    if plan.options.get("gather_dtype") is not None:
+        raise PartitionError('expected no gather_dtype with bits="same": one rank by itself rounds no parameters')
+    if plan.memory and with_whole_state(program, plan).placements != plan.placements:
+        raise PartitionError('expected no offload_policy with bits="same" where state is split: leave out one of them')
 
 
 def _check_sums(program: Program) -> None:

@@ -2,7 +2,8 @@
 
 Each rank has the program of a single rank that has all parts, and runs some that follow each other, once all ranks have
 gathered the arguments. So it has sums of whole subtrees of the balanced tree. Behind its last part ranks exchange
-these, and each finishes the tree.
+these, and each finishes the tree. All run equally often, since runs gather state of which ranks have parts: a rank of
+fewer parts than others first runs one of them for nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from passes import Axis, Collective, Kind, PartitionError, Program, Role
-from passes.cleanup.dead_code import DeadCode
-from passes.ir.collectives import WAIT, c10d, is_collective
+from passes.ir.collectives import WAIT, c10d
 from passes.ir.edit import insert_before
-from passes.ir.micro_batches import accumulating, subtrees
+from passes.ir.micro_batches import subtrees
 from passes.ir.ops import Trait, has
 from passes.ir.program import Placements, Spread
 from passes.ir.schemas import argument
 
 from ..partitioner.plan import Plan
 from .accumulate import add_input
+from .state_in_parts import keep_parts, with_whole_state
 from .time_axis import partition_in_time
 
 aten = torch.ops.aten
@@ -45,40 +46,29 @@ def partition_and_spread(
     if axis.size > virtual:
         raise PartitionError(f'bits="same" has virtual={virtual} parts for {axis.size} ranks: pass more, on any number')
     axes = [replace(each, size=1, coordinate=0) for each in mesh.axes]
-    local = partition_in_time(replace(program, mesh=replace(mesh, axes=tuple(axes))), plan, virtual, dtype, levels=1)
+    on_one = replace(program, mesh=replace(mesh, axes=tuple(axes)))
+    local = partition_in_time(on_one, with_whole_state(program, plan), virtual, dtype, levels=1)
     micro = local.micro_batches
     assert micro is not None
-    if micro.joined:
-        raise PartitionError(
-            f'{next(iter(micro.joined))} has rows of the batch, which bits="same" returns on 1, 2, 4, ... ranks alone: '
-            "return sums or means, or give 4 ranks a mesh of 2 x 2"
-        )
     rows = {each.name: each.shape[micro.split[each.name]] for each in program.inputs if each.name in micro.split}
-    first, end = _parts(axis.coordinate, axis.size, virtual)
-    spread = Spread(first, end, axis.group, axis.size, rows)
+    spread = Spread(axis.coordinate, axis.size, axis.group, rows)
     _replicate(local, over, axis.size)
     _fill_by_shape(local)
-    tree = _exchange(local, axis, virtual)
+    tree = _exchange(local, axis, [spread.runs(virtual, rank) for rank in range(axis.size)], virtual)
     note = (
         f"{axis.size} ranks along {axis.name} cut {virtual} parts otherwise than the batch: before the first part each "
         f"gathers all rows of {', '.join(rows)}, which no collective of the program shows"
     )
     micro = replace(micro, tree=tree, spread=spread)
     local = replace(local, mesh=mesh, micro_batches=micro, notes=[*local.notes, note])
-    before = accumulating(local, ())
-    DeadCode().rewrite(before)
-    assert not any(map(is_collective, before.graph.nodes)), "ranks have unequal numbers of runs, but of the last one"
+    keep_parts(local, plan)
     return local
 
 
-def _parts(rank: int, ranks: int, virtual: int) -> tuple[int, int]:
-    return rank * virtual // ranks, (rank + 1) * virtual // ranks
-
-
 def _replicate(program: Program, over: int, ranks: int) -> None:
-    """Along the axis ranks have all of all values, but rows of arguments of their own, which they gather."""
+    """Along the axis ranks have all of all values, but rows of their own of arguments and results."""
     assert program.micro_batches is not None
-    split, given = program.micro_batches.split, set[fx.Node]()
+    split, joined, given = program.micro_batches.split, program.micro_batches.joined, set[fx.Node]()
     for k, (each, node) in enumerate(zip(program.inputs, program.placeholders, strict=True)):
         if each.name in split:
             given.add(node)
@@ -86,15 +76,20 @@ def _replicate(program: Program, over: int, ranks: int) -> None:
             shape = (*each.shape[:dim], each.shape[dim] * ranks, *each.shape[dim + 1 :])
             program.inputs[k] = replace(each, shape=shape)
         else:
-            program.inputs[k] = replace(each, placement=_whole(each.placement, over))
-    program.outputs = [replace(each, placement=_whole(each.placement, over)) for each in program.outputs]
+            program.inputs[k] = replace(each, placement=_placed(each.placement, over))
+    program.outputs = [
+        replace(
+            each, placement=_placed(each.placement, over, Shard(joined[each.name]) if each.name in joined else None)
+        )
+        for each in program.outputs
+    ]
     for node in program.graph.nodes:
         if node.meta.get("placement") and node not in given:
-            node.meta["placement"] = _whole(node.meta["placement"], over)
+            node.meta["placement"] = _placed(node.meta["placement"], over)
 
 
-def _whole(placement: Placements, over: int) -> Placements:
-    return tuple(Replicate() if k == over else each for k, each in enumerate(placement))
+def _placed(placement: Placements, over: int, entry: Shard | None = None) -> Placements:
+    return tuple((entry or Replicate()) if k == over else each for k, each in enumerate(placement))
 
 
 def _fill_by_shape(program: Program) -> None:
@@ -112,13 +107,15 @@ def _fill_by_shape(program: Program) -> None:
             program.graph.erase_node(node)
 
 
-def _exchange(program: Program, axis: Axis, virtual: int) -> dict[str, tuple[str, ...]]:
-    """Let all that reads sums read those of all ranks; returns, by accumulator, those of a rank's subtrees."""
+def _exchange(program: Program, axis: Axis, ranks: Sequence[range], virtual: int) -> dict[str, tuple[str, ...]]:
+    """Let all that reads sums read those of all ranks; returns, by accumulator, those of a rank's subtrees.
+
+    ``ranks``: the parts of each.
+    """
     assert program.micro_batches is not None
-    ranks = [_parts(rank, axis.size, virtual) for rank in range(axis.size)]
-    count = max(len(subtrees(first, part)) for first, end in ranks for part in range(first, end))
+    count = max(len(subtrees(parts.start, part)) for parts in ranks for part in parts)
     # What each rank sends: the subtrees before its last part, in their slots, and that part.
-    trees = [dict(enumerate(subtrees(first, end - 1))) | {count: (0, end - 1)} for first, end in ranks]
+    trees = [dict(enumerate(subtrees(parts.start, parts[-1]))) | {count: (0, parts[-1])} for parts in ranks]
     given = {tree: rank * (count + 1) + slot for rank, of in enumerate(trees) for slot, tree in of.items()}
     declared = {each.name: each for each in program.inputs}
     named = dict(zip((each.name for each in program.outputs), program.output_values(), strict=True))

@@ -19,7 +19,8 @@ from ..partitioner.plan import Plan
 from ..partitioner.solver_problem import Problem
 from ..placements import chunk, local_shape
 from .accumulate import TIME, accumulate, add_run, follow_the_run, joined_outputs, sums_in_time, without_axis
-from .early_sums import check_exact, compute_early, early
+from .early_sums import check_exact, compute_early, early, of_activations
+from .own_statistics import keep_own
 
 
 def partition_in_time(
@@ -29,6 +30,7 @@ def partition_in_time(
     dtype: torch.dtype | None = None,
     rows: Mapping[str, int] | None = None,
     levels: int = 0,
+    keeps_own: bool = False,
 ) -> Program:
     """One rank's share of ``program``, to be run ``count`` times in a call, each time on a part of its rows.
 
@@ -36,8 +38,8 @@ def partition_in_time(
     takes equal parts alone (it merges rows with other dims) runs more often then, and a note says so. ``dtype``: that
     of accumulators; None is that of what they add up. ``rows``: the dim of the rows of each argument, on a mesh without
     an axis that splits the batch. ``levels``: parts are equal, and their sums those of a balanced tree, of which a rank
-    has so many levels. Raises ``PartitionError``, with the op and the user's line, where a run would have to know rows
-    of another one.
+    has so many levels. ``keeps_own``: parts are equal, and statistics are those of each. Raises ``PartitionError``,
+    with the op and the user's line, where a run would have to know rows of another one.
     """
     rows = rows or _rows(program, plan, count)
     batch = [each for each in program.inputs if each.name in rows]
@@ -46,6 +48,9 @@ def partition_in_time(
         return _Shares(program, plan, rows, count, dtype, levels).of(0, follows=True)
     most = max(*lengths, 1)
     parts = -(-most // -(-most // count))
+    if keeps_own:
+        _check_equal(batch, lengths, count)
+        return _Shares(program, plan, rows, count, dtype, keeps_own=True).of(0, follows=count > 1)
     if not _leaves_rest(lengths, parts):
         return _Shares(program, plan, rows, parts, dtype).of(0, follows=parts > 1)
     try:
@@ -62,6 +67,15 @@ def partition_in_time(
             f"takes equal parts alone: it runs {even} times. Pass a multiple of {count}"
         )
         return replace(local, notes=[*local.notes, note])
+
+
+def _check_equal(batch: Sequence[Input], lengths: Sequence[int], count: int) -> None:
+    for each, length in zip(batch, lengths, strict=True):
+        if length % count:
+            raise PartitionError(
+                f'statistics="per_micro_batch" takes micro-batches of equal size, but {each.name} has {length} rows on '
+                f"a rank for {count} of them: pass a multiple of {count}, or drop the last batch"
+            )
 
 
 def _leaves_rest(lengths: Sequence[int], parts: int) -> bool:
@@ -87,6 +101,7 @@ class _Shares:
     count: int
     dtype: torch.dtype | None
     levels: int = 0
+    keeps_own: bool = False
 
     def __post_init__(self) -> None:
         self._assignment = self._problem(0).solve()
@@ -100,6 +115,12 @@ class _Shares:
             follow_the_run(local, self._emitted(k + 1))
         joined = joined_outputs(local)
         ahead = early(local.graph, sums, _values(local, joined))
+        own = of_activations(self.program, ahead) if self.keeps_own else []
+        if own:
+            given = [node for node in ahead if node not in own]
+            keep_own(local, [node for node in sums if node not in given], own, self.count)
+            sums = sums_in_time(local)
+            ahead = early(local.graph, sums, _values(local, joined))
         if self.levels:
             check_exact(ahead)
         whole = compute_early(local, self.program, self.plan, self.rows, ahead) if ahead else {}

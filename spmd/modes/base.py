@@ -39,6 +39,7 @@ class ParallelMode(ABC):
     - ``defer_updates``: whether a call leaves its reductions and its update to the next one.
     - ``micro_batches``: how often a program runs in a call, each time on a part of this rank's rows.
     - ``bits``: the parts of the global batch of a step whose bits do not depend on the number of ranks.
+    - ``statistics``: "per_micro_batch" if micro-batches have statistics of their own.
     - ``has_stages``: whether ranks run other parts of the model, along an axis of that role.
     - ``names_axes``: whether the user has given roles to axes by name.
     - ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
@@ -60,6 +61,7 @@ class ParallelMode(ABC):
     defer_updates: bool = False
     micro_batches: int = 1
     bits: int | None = None
+    statistics: str | None = None
     has_stages: bool = False
     names_axes: bool = False
     follows_annotations: bool = False

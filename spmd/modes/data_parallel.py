@@ -41,6 +41,7 @@ from .option_groups import (
     check_micro_batches,
     check_modules,
     check_pipeline,
+    check_statistics,
 )
 from .sequence import SEQUENCE_DIM, check_attention, sequence_cuts
 from .shares import Share, Style, check_gather_dtype, check_untrained
@@ -129,14 +130,20 @@ class DataParallel(PlannedMode):
     ``micro_batches``: the step runs on this many parts of each rank's rows, one after the other, for the memory of one;
     gradients, losses and whatever else sums over rows are accumulated, in ``accumulate_dtype`` (None: their own), and
     reduced and used once, after the last part. The numbers are those of the whole batch: counts are global, and draws
-    follow the rows. What needs other rows at once (batch statistics, a result with rows) is an error with the user's
-    line.
+    follow the rows. What needs other rows at once (batch statistics) is an error with the user's line.
+
+    ``statistics="per_micro_batch"``, with ``micro_batches``: a sum over rows of activations that a step needs before it
+    can go on, as a batch norm does, is taken over the rows of one micro-batch on all ranks, times the number of these,
+    which must divide the rows. Losses, gradients and new state are means over micro-batches: a batch norm's running
+    statistics move once in a step, towards the mean of those of the micro-batches. The numbers are not those of
+    the whole batch then, and ``spmd.verify`` refuses such a step. None: such a sum is an error.
 
     ``bits="same"``: after any number of steps, parameters and optimizer state have the same bits on any number of ranks
-    that pass the same global batch. It is computed as ``virtual`` parts, a power of two, one after the other on each
-    rank, whose sums are those of one balanced tree. For ``"replicate"``, on processors of one kind, with one version of
-    torch and one number of threads. More than 2 ranks along an axis gather the rows of all arguments and exchange sums
-    of parts; 4 on a mesh of 2 x 2 reduce them as usual, for less traffic, with at least two parts on each.
+    that pass the same global batch, in every style. It is computed as ``virtual`` parts, a power of two, one after the
+    other on each rank, whose sums are those of one balanced tree. It holds on processors of one kind, with one version
+    of torch and one number of threads. More than 2 ranks along an axis gather the rows of all arguments and exchange
+    sums of parts; 4 on a mesh of 2 x 2 reduce them as usual, for less traffic, with at least two parts on each. State
+    that the style splits is gathered for the update, too, which is computed whole on each rank.
 
     ``stages``, with ``axes={"stages": "pp"}`` and ``micro_batches``: each rank along that axis runs a part of the
     model, and has no other parameters, gradients and optimizer state. It names the module that begins each stage but
@@ -186,6 +193,7 @@ class DataParallel(PlannedMode):
         defer_updates: bool = False,
         micro_batches: int = 1,
         accumulate_dtype: torch.dtype | None = None,
+        statistics: Literal["per_micro_batch"] | None = None,
         bits: Literal["same"] | None = None,
         virtual: int = 8,
         attention: Form | None = None,
@@ -212,11 +220,12 @@ class DataParallel(PlannedMode):
         self.defer_updates = check_flag("defer_updates", defer_updates)
         self.micro_batches = check_micro_batches(micro_batches, reduce_gradients, defer_updates)
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
-        self.bits = check_bits(bits, virtual, self.split, self.micro_batches)
+        self.bits = check_bits(bits, virtual, self.micro_batches)
+        self.statistics = check_statistics(statistics, self.micro_batches, stages)
         if self.bits is not None:
             for role in (AxisRole.SEQUENCE, AxisRole.EXPERTS, AxisRole.STAGES):
                 if axes_having(role, self._roles or {}):
-                    raise ValueError(f'expected no axis with the role "{role}" with bits="same", whose state is whole')
+                    raise ValueError(f'expected no axis with the role "{role}" with bits="same"')
             self.micro_batches = self.bits
         self.attention, self.balance = check_attention(attention, self._roles), check_flag("balance", balance)
         self.pipeline = check_pipeline(
@@ -234,7 +243,8 @@ class DataParallel(PlannedMode):
             rows = self._rows_without_axis(program)
             count, dtype = self.micro_batches, self.accumulate_dtype
             return partition_in_stages(program, self.plan, self.pipeline, count, dtype, rows)
-        return partition_in_time(program, self.plan(program), self.micro_batches, self.accumulate_dtype)
+        own = self.statistics is not None
+        return partition_in_time(program, self.plan(program), self.micro_batches, self.accumulate_dtype, keeps_own=own)
 
     def _rows_without_axis(self, program: Program) -> dict[str, int]:
         """The dim of the rows of the arguments that ``inputs`` does not name, where no axis splits the batch."""
@@ -351,6 +361,7 @@ class DataParallel(PlannedMode):
             "reshard_after_forward": self.gathers.reshard,
             "defer_updates": self.defer_updates or None,
             "micro_batches": self.micro_batches if self.micro_batches > 1 and self.bits is None else None,
+            "statistics": self.statistics,
             "bits": self.bits and "'same'",
             "virtual": self.bits,
             "attention": self.attention,

@@ -158,7 +158,7 @@ def check_micro_batches(count: Any, reduce_gradients: Reduce, defers: bool) -> i
     return count
 
 
-def check_bits(bits: Any, virtual: Any, split: Split, micro_batches: int) -> int | None:
+def check_bits(bits: Any, virtual: Any, micro_batches: int) -> int | None:
     """The number of virtual parts for ``bits="same"``; None without. Raises ``ValueError`` for anything else."""
     if bits is None:
         return None
@@ -166,11 +166,18 @@ def check_bits(bits: Any, virtual: Any, split: Split, micro_batches: int) -> int
         raise ValueError(f'expected bits to be "same" or None, got {bits!r}')
     if not isinstance(virtual, int) or virtual < 2 or virtual & (virtual - 1):
         raise ValueError(f"expected virtual, the parts of the global batch, to be 2, 4, 8, ..., got {virtual!r}")
-    if split.needs_axis:
-        raise ValueError(f'expected parallel_style="replicate" with bits="same", whose state is whole, got {split}')
     if micro_batches > 1:
         raise ValueError('expected no micro_batches with bits="same": its virtual parts run one after the other')
     return virtual
+
+
+def check_statistics(given: Any, micro_batches: int, stages: Any) -> Literal["per_micro_batch"] | None:
+    """Raise ``ValueError`` for anything but "per_micro_batch" with micro-batches, or None; returns it."""
+    if given not in ("per_micro_batch", None):
+        raise ValueError(f'expected statistics to be "per_micro_batch" or None, got {given!r}')
+    if given is not None and (micro_batches == 1 or stages is not None):
+        raise ValueError('expected micro_batches=, and no stages, with statistics="per_micro_batch"')
+    return given  # type: ignore[no-any-return]
 
 
 def check_accumulate_dtype(given: Any) -> torch.dtype | None:

@@ -44,6 +44,11 @@ class Subject:
         return subject
 
     def _check(self) -> None:
+        if self.options.mode.statistics is not None:
+            raise ValueError(
+                'expected a step without statistics="per_micro_batch", with which it does not compute what the plain '
+                "step does on the whole batch"
+            )
         given = with_found(self.function, self.read(self.args, self.kwargs))
         outside = [each.name for each in given.found if each.path.leaf is None]
         if outside:

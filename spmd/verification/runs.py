@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from passes import OutputKind, Program, Role
 from passes.cleanup.dead_code import DeadCode
-from passes.ir.micro_batches import accumulating, ascend, new_accumulators, runs_of
+from passes.ir.micro_batches import accumulating, ascend, new_accumulators, own_rows, runs_of
 
 from .bundle_lockstep import BundleRank, BundleRun
 from .lockstep import Watch, run_in_lockstep
@@ -59,28 +59,44 @@ def run_programs(
 
 
 def _run_spread(programs: Sequence[Program], inputs: Sequence[list[Any]]) -> list[tuple[Any, ...]]:
-    """Run parts that ranks divide: all but each rank's last one by itself, and these together."""
+    """Run parts that ranks divide."""
     inputs = [list(given) for given in inputs]
+    micros = [program.micro_batches for program in programs if program.micro_batches is not None]
     for k, declared in enumerate(programs[0].inputs):
-        micro = programs[0].micro_batches
-        assert micro is not None
-        name = micro.whole.get(declared.name, declared.name)
-        if name in micro.split:
-            whole = torch.cat([given[k] for given in inputs], micro.split[name])
+        name = micros[0].whole.get(declared.name, declared.name)
+        if name in micros[0].split:
+            whole = torch.cat([given[k] for given in inputs], micros[0].split[name])
             for given in inputs:
                 given[k] = whole
-    taken = []
-    for program, given in zip(programs, inputs, strict=True):
-        micro = program.micro_batches
-        assert micro is not None
-        first = accumulating(micro.accumulating or program, micro.joined)
+    lasts, rows = [runs_of(each)[-1] for each in programs], [list[dict[str, Any]]() for _ in programs]
+    firsts = [accumulating(m.accumulating or each, m.joined) for m, each in zip(micros, programs, strict=True)]
+    for first in firsts:
         DeadCode().rewrite(first)
-        for k in micro.runs[:-1]:
-            (outputs,) = run_in_lockstep([first], [micro.of_run(program.inputs, given, k)])
-            _keep_accumulators(first, program, given, outputs)
-            ascend(program, given, k)
-        taken.append(micro.of_run(program.inputs, given, micro.runs[-1]))
-    return run_in_lockstep([runs_of(program)[-1] for program in programs], taken)
+    turns = list(zip(*([*micro.idle_runs, *micro.runs] for micro in micros), strict=True))
+    for turn, numbers in enumerate(turns, start=1):
+        now = firsts if turn < len(turns) else lasts
+        ranks = list(zip(micros, now, inputs, numbers, strict=True))
+        returned = run_in_lockstep(now, [micro.of_run(each.inputs, given, k) for micro, each, given, k in ranks])
+        for (micro, each, given, k), program, outputs, of_rank in zip(ranks, programs, returned, rows, strict=True):
+            if turn <= len(micro.idle_runs):
+                for position in new_accumulators(program):
+                    given[position].zero_()
+            else:
+                of_rank.append({out.name: value for out, value in zip(each.outputs, outputs, strict=True)})
+                if now is firsts:
+                    _keep_accumulators(each, program, given, outputs)
+                    ascend(program, given, k)
+    joined = {
+        name: torch.cat([each[name] for of_rank in rows for each in of_rank], dim)
+        for name, dim in micros[0].joined.items()
+    }
+    return [
+        tuple(
+            own_rows(micro, joined[out.name], micro.joined[out.name]) if out.name in joined else value
+            for out, value in zip(program.outputs, outputs, strict=True)
+        )
+        for micro, program, outputs in zip(micros, programs, returned, strict=True)
+    ]
 
 
 def _run_stages(programs: Sequence[Program], inputs: Sequence[list[Any]], watch: Watch | None) -> list[tuple[Any, ...]]:

@@ -21,6 +21,7 @@ from ..call.state import Arguments, hyper_parameters_of, slots_of
 from ..capture.values.flex_attention import flex_attention_as_ops
 from ..deferral.pending import calling, finish_pending
 from ..ranks.differences import Difference, difference, rounding_of
+from .bits import compare_bits
 from .compared_stages import kept, stages_of
 from .copies import Copy, Subject, has_single_precision
 from .lockstep import LockstepError
@@ -37,7 +38,9 @@ MOST = 16  # ranks
 _FACTOR = 0.75  # of learning rates and other floats, from step to step
 
 
-def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh = None, **kwargs: Any) -> Verdict:
+def verify(
+    step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh = None, bits: bool = False, **kwargs: Any
+) -> Verdict:
     """Compare a compiled step with the plain one, in this process: no cluster, no GPU, no other process is needed.
 
     ``step`` is what ``spmd.compile`` made, and the other arguments are those of one call with the whole batch. The
@@ -50,6 +53,9 @@ def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh 
 
     A model of float32 is verified in float64, where that is possible: then what differs is wrong, and no rounding.
 
+    ``bits``: for ``DataParallel(bits="same")``, compare the program of one rank with those of ``world`` ranks instead,
+    in the step's own dtypes, to the last bit.
+
     Raises ``TypeError`` or ``ValueError`` for what cannot be verified, and what compiling the step raises.
     """
     check_mesh(mesh, world)
@@ -58,6 +64,11 @@ def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh 
     if world > MOST:
         raise ValueError(f"expected world to be {MOST} ranks or fewer, got {world}: fewer ranks run the same passes")
     finish_pending()
+    if bits:
+        subject = Subject.of(step, args, kwargs)
+        wholes = kept(PlainStep(subject, subject.copied(in_double=False), in_double=False).state())
+        with calling:
+            return compare_bits(subject, wholes, steps, world, mesh)
     with calling, random_state_kept(), simulated_ranks(step, args, kwargs, world, mesh) as (plain, first, peer):
         peers = [peer(number) for number in range(1, world)]
         return Verification(plain.subject, plain, first, peers, steps).run()

@@ -241,6 +241,7 @@ def test_wider_accumulators() -> None:
         ({"micro_batches": 2, "reduce_gradients": "each"}, "accumulated whole"),
         ({"micro_batches": 2, "defer_updates": True}, "leave out one of them"),
         ({"accumulate_dtype": torch.int64}, "a dtype of floating point"),
+        ({"statistics": "per_micro_batch"}, "expected micro_batches="),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], expected: str) -> None:
@@ -297,12 +298,80 @@ class DrawsAnew(Pass):
         return len(drawn)
 
 
+@dataclass(frozen=True)
+class CountsParts(Pass):
+    """A wrong pass: the mean of the means of parts, each by its own count of labels."""
+
+    def rewrite(self, program: Program) -> int:
+        nodes = {name: node for name, (_, node) in program.values().items()}
+        whole, (first, *_) = nodes["all of y"], sorted(nodes["all of y"].users)
+        with program.graph.inserting_before(first):
+            repeated = program.graph.call_function(torch.ops.aten.repeat.default, (nodes["y"], [3, 1]))
+        whole.replace_all_uses_with(repeated, delete_user_cb=lambda user: user is not repeated)
+        return 1
+
+
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("wrong", [Forgets(), DrawsAnew()], ids=str)
-def test_verify_catches_what_is_wrong_in_micro_batches(wrong: Pass) -> None:
+@pytest.mark.parametrize(
+    ("step", "wrong"), [(regress, Forgets()), (regress, DrawsAnew()), (masked, CountsParts())], ids=str
+)
+def test_verify_catches_what_is_wrong_in_micro_batches(step: Callable[..., Any], wrong: Pass) -> None:
     model = nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.3), nn.Linear(64, 3)).double()
-    found = verified(regress, model, passes=[wrong], parallel_style="replicate", micro_batches=3)
+    found = verified(step, model, passes=[wrong], parallel_style="replicate", micro_batches=3)
     assert not found and type(wrong).__name__ in str(found)
+
+
+def normed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Gradients are left, and so are running statistics."""
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    return loss
+
+
+def with_norms() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3), nn.BatchNorm1d(3), nn.Tanh()]
+    return nn.Sequential(*layers).double()
+
+
+def statistics_of_parts(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, nn.Module]:
+    """Each micro-batch by the plain step from the same state; then the means of losses, gradients and statistics."""
+    models = [with_norms() for _ in parts]
+    losses = [normed(model, *part) for model, part in zip(models, parts, strict=True)]
+    mean, rows = models[0], len(parts[0][0])
+    for name, buffer in mean.named_buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(torch.stack([dict(model.named_buffers())[name] for model in models]).mean(0))
+        if name.endswith("running_var"):  # torch corrects a variance by the rows that it has; here, by all
+            of_all = rows * len(parts) / (rows * len(parts) - 1) * (rows - 1) / rows
+            buffer.copy_(0.9 + (buffer - 0.9) * of_all)
+    for name, parameter in mean.named_parameters():
+        gradients = [dict(model.named_parameters())[name].grad for model in models]
+        parameter.grad = torch.stack([each for each in gradients if each is not None]).mean(0)
+    return torch.stack(losses).mean(), mean
+
+
+def with_statistics_of_parts(rank: int, world: int) -> None:
+    """A compiled step beside these."""
+    mode = spmd.DataParallel(micro_batches=3, statistics="per_micro_batch")
+    model, (x, y) = with_norms(), batch(24)
+    own = (x.chunk(world)[rank], y.chunk(world)[rank])
+    loss = spmd.compile(normed, parallel_mode=mode)(model, *own)
+    of_ranks = [
+        list(zip(*(each.chunk(3) for each in pair), strict=True))
+        for pair in zip(x.chunk(world), y.chunk(world), strict=True)
+    ]
+    parts = [tuple(torch.cat(each) for each in zip(*of_part, strict=True)) for of_part in zip(*of_ranks, strict=True)]
+    expected, mean = statistics_of_parts(parts)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-12)
+    for one, other in zip(model.buffers(), mean.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    for one, other in zip(model.parameters(), mean.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_statistics_of_each_micro_batch(ranks: Ranks) -> None:
+    ranks.run(2, with_statistics_of_parts)
 
 
 def checks_and_masks(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:

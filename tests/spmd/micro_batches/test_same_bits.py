@@ -1,9 +1,12 @@
-"""``bits="same"``: state has the same bits on 1, 2, 3 and 4 ranks; and it is that of the plain step."""
+"""``bits="same"``: state has the same bits on 1, 2, 3 and 4 ranks, whole or split; and it is that of the plain step."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import spmd
 from examples.gpt import GPT, Config
 from passes.runtime.local_peers import LocalPeers
-from tests.harness.pool import Ranks
+from spmd.ranks import failures
+from spmd.verification import runs
+from tests.harness.pool import RankError, Ranks
 
 CONFIG = Config(width=32, layers=1, heads=2, context=16)
-STEPS = 4
+STEPS = 20
 
 
 def train(
@@ -54,40 +60,48 @@ def weighted(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def build(optimizer: str) -> tuple[nn.Module, Any]:
+def small() -> nn.Module:
+    """Parameters that no number of ranks divides evenly, nor into parts of whole vectors."""
+    return nn.Sequential(
+        nn.Embedding(CONFIG.vocabulary, 11), nn.Linear(11, 37), nn.GELU(), nn.LayerNorm(37), nn.Linear(37, 256)
+    )
+
+
+def build(optimizer: str, make: Any = None) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model = GPT(CONFIG)
-    make = torch.optim.AdamW if optimizer == "AdamW" else torch.optim.SGD
-    options = {} if optimizer == "AdamW" else {"momentum": 0.9}
-    return model, make(model.parameters(), lr=0.05, **options)
+    model = (make or partial(GPT, CONFIG))()
+    if optimizer == "AdamW":
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def rows(step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+def rows(step: int, rank: int = 0, world: int = 1, count: int = 16) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
-    own = torch.randint(0, CONFIG.vocabulary, (16, CONFIG.context + 1), generator=draw).chunk(world)[rank]
+    own = torch.randint(0, CONFIG.vocabulary, (count, CONFIG.context + 1), generator=draw).chunk(world)[rank]
     return own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
 
-def mode(world: int, in_pairs: bool = False) -> spmd.DataParallel:
+def mode(style: Any = "replicate", in_pairs: bool = False) -> spmd.DataParallel:
     options: dict[str, Any] = {}
     if in_pairs:
         options |= {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), "axes": {"batch": ("a", "b")}}
-    return spmd.DataParallel(bits="same", **options)
+    return spmd.DataParallel(style, bits="same", **options)
 
 
 def digest(model: nn.Module, optimizer: Any, results: list[Any]) -> str:
     tensors = [*model.parameters(), *(each[key] for each in optimizer.state.values() for key in sorted(each))]
     found = hashlib.sha256(repr(results).encode())
     for each in tensors:
-        found.update(each.detach().numpy().tobytes())
+        whole = each.full_tensor() if isinstance(each, DTensor) else each
+        found.update(whole.detach().numpy().tobytes())
     return found.hexdigest()
 
 
 def trained(
-    rank: int, world: int, function: Any, optimizer: str, options: dict[str, Any], in_pairs: bool = False
+    rank: int, world: int, function: Any, optimizer: str, options: dict[str, Any], make: Any, *of_mode: Any
 ) -> str:
-    objects = build(optimizer)
-    step, results = spmd.compile(function, parallel_mode=mode(world, in_pairs)), []
+    objects = build(optimizer, make)
+    step, results = spmd.compile(function, parallel_mode=mode(*of_mode)), []
     spmd.seed(3)
     try:
         for k in range(STEPS):
@@ -98,43 +112,51 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("function", "optimizer", "options", "worlds"),
+    ("function", "optimizer", "options", "make", "worlds"),
     [
-        (train, "AdamW", {"drop": 0.3}, [(1, False), (4, True)]),
-        (train, "SGD", {"autocast": True}, [(1, False), (2, False)]),
-        (penalized, "SGD", {}, [(1, False), (3, False)]),  # of 6, 6 and 4 rows
+        (train, "AdamW", {"drop": 0.3}, None, [(1,), (3, "fully_shard")]),
+        (train, "AdamW", {"autocast": True}, small, [(1, "fully_shard"), (2, "replicate"), (4, "fully_shard", True)]),
+        (penalized, "SGD", {}, small, [(1,), (2, "fully_shard"), (3,)]),  # of 6, 6 and 4 rows
     ],
     ids=["dropout", "autocast", "penalized"],
 )
 def test_state_has_the_same_bits_on_any_number_of_ranks(
-    ranks: Ranks, function: Any, optimizer: str, options: dict[str, Any], worlds: list[tuple[int, bool]]
+    ranks: Ranks, function: Any, optimizer: str, options: dict[str, Any], make: Any, worlds: list[tuple[Any, ...]]
 ) -> None:
-    found = []
-    for world, in_pairs in worlds:
-        found += ranks.run(world, trained, function, optimizer, options, in_pairs)
+    found = [
+        each
+        for world, *of_mode in worlds
+        for each in ranks.run(world, trained, function, optimizer, options, make, *of_mode)
+    ]
     assert len({*found}) == 1, found
 
 
-def continued(rank: int, world: int, folder: Path, steps: range) -> str:
-    """What is there after some steps, from the checkpoint of the steps before."""
-    model, optimizer = build("SGD")
-    step, results = spmd.compile(train, parallel_mode=mode(world)), []
+def continued(rank: int, world: int, folder: Path, style: str, steps: range, ends: bool = True) -> str:
+    """What is there after some steps, from the newest checkpoint; else the last rank is killed in the one after."""
+    failures._PATIENCE = 0.1  # for reasons that nobody has
+    model, optimizer = build("AdamW", small)
+    step, results = spmd.compile(train, parallel_mode=mode(style)), []
     spmd.seed(3)
     try:
         if steps.start:
-            spmd.load(folder, model=model, optimizer=optimizer)
-        for k in steps:
+            assert spmd.load(folder, model=model, optimizer=optimizer) == steps.start
+        for k in [*steps, *([] if ends else [steps.stop])]:
+            if k == steps.stop and rank == world - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             results.append([each.item() for each in step(model, optimizer, *rows(k, rank, world), drop=0.3)])
-        spmd.save(folder, step=steps.stop, model=model, optimizer=optimizer)
+            spmd.save(folder, step=k + 1, model=model, optimizer=optimizer)
     finally:
         spmd.seed(None)
     return digest(model, optimizer, results[-1:])
 
 
-def test_runs_that_go_on_with_fewer_ranks_have_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
-    for world, start in [(4, 0), (3, 2), (2, 4)]:
-        parts = ranks.run(world, continued, tmp_path / "parts", range(start, start + 2))
-    assert {*parts} == {*ranks.run(1, continued, tmp_path / "whole", range(6))}
+def test_runs_that_go_on_with_fewer_ranks_after_a_kill_have_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    for world, start in [(4, 0), (3, 2)]:
+        with pytest.raises(RankError, match="exit code -9"):
+            ranks.run(world, continued, parts, "fully_shard", range(start, start + 2), False, grace=30.0)
+    found = ranks.run(2, continued, parts, "fully_shard", range(4, 6))
+    assert {*found} == {*ranks.run(1, continued, tmp_path / "whole", "replicate", range(6))}
 
 
 @pytest.mark.usefixtures("alone")
@@ -148,7 +170,7 @@ def test_it_is_the_plain_step() -> None:
         results.append([step(model, optimizer, *rows(k)) for k in range(3)] + [list(model.parameters())])
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-9)
     for world in (2, 3):
-        verdict = spmd.verify(spmd.compile(train, parallel_mode=mode(world)), *build("SGD"), *rows(0), world=world)
+        verdict = spmd.verify(spmd.compile(train, parallel_mode=mode()), *build("SGD"), *rows(0), world=world)
         assert verdict, verdict
 
 
@@ -159,10 +181,17 @@ def shows_rows(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor
     return scores
 
 
-@pytest.mark.usefixtures("alone")
-def test_rows_on_three_ranks_are_refused() -> None:
-    with pytest.raises(spmd.PartitionError, match=r'has rows of the batch, which bits="same" returns on 1, 2, 4'):
-        spmd.verify(spmd.compile(shows_rows, parallel_mode=mode(3)), *build("SGD"), *rows(0), world=3)
+def returned(rank: int, world: int) -> list[Tensor]:
+    step, objects = spmd.compile(shows_rows, parallel_mode=mode()), build("SGD", small)
+    return [step(*objects, *rows(k, rank, world, 24)) for k in range(2)]
+
+
+def test_ranks_return_the_rows_that_they_pass(ranks: Ranks) -> None:
+    """Three ranks, of which no part of the batch is that of a rank."""
+    (whole,) = ranks.run(1, returned)
+    parts = ranks.run(3, returned)
+    for k, one in enumerate(whole):
+        assert torch.equal(torch.cat([of_rank[k] for of_rank in parts]), one)
 
 
 def refused(rank: int, world: int) -> list[str]:
@@ -182,7 +211,6 @@ def test_what_does_not_divide_is_refused(ranks: Ranks) -> None:
     assert "takes at least two virtual parts on each rank, but has virtual=2 for 2 ranks: pass virtual=4" in few
     assert "cuts the global batch into 8 equal parts, but x has 6 rows: pass a multiple of 8" in rest
     for options, message in [
-        ({"parallel_style": "fully_shard"}, 'expected parallel_style="replicate" with bits="same"'),
         ({"micro_batches": 2}, 'expected no micro_batches with bits="same"'),
         ({"virtual": 6}, "expected virtual, the parts of the global batch, to be 2, 4, 8, ..., got 6"),
     ]:
@@ -225,3 +253,26 @@ def test_a_run_leaves_what_peers_still_read(ranks: Ranks) -> None:
     expected = [[each.item() for each in train(*objects, *rows(k))] for k in range(2)]
     for found in ranks.run(2, late):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("style", "world"), [("replicate", 2), ("fully_shard", 3)])
+def test_verify_compares_bits(style: Any, world: int) -> None:
+    step = spmd.compile(train, parallel_mode=mode(style))
+    verdict = spmd.verify(step, *build("AdamW", small), *rows(0), drop=0.3, world=world, steps=2, bits=True)
+    assert verdict and "one rank, to the last bit" in str(verdict)
+
+
+@pytest.mark.usefixtures("alone")
+def test_verify_sees_sums_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank adds up its parts one after the other, and then ranks: right but for rounding."""
+    monkeypatch.setattr(runs, "ascend", lambda *_: None)
+    step = spmd.compile(train, parallel_mode=mode())
+    verdict = spmd.verify(step, *build("SGD", small), *rows(0), world=2, steps=1, bits=True)
+    assert not verdict and verdict.after == 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_bits_of_a_step_that_promises_none_are_refused() -> None:
+    with pytest.raises(ValueError, match=r'expected a step with spmd\.DataParallel\(bits="same"\) for bits=True'):
+        spmd.verify(spmd.compile(train), *build("SGD", small), *rows(0), world=2, bits=True)
