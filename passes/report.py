@@ -23,6 +23,7 @@ from .analysis.collective_algorithms import Table as Costs
 from .ir.collectives import Collective, Kind, input_bytes, moved
 from .ir.printer import short_dtype
 from .ir.program import Program
+from .ir.roles import Role
 from .measured import IslandTime, MeasuredTime, OpTime, collective_of
 from .memory.peak_memory import PlannedMemory, planned_memory
 from .page.render import render
@@ -173,7 +174,7 @@ class Report:
             mesh,
             traffic,
             dict(seconds or {}),
-            tuple(notes),
+            (*notes, *_of_micro_batches(program, memory)),
             history,
             every,
             memory,
@@ -423,6 +424,20 @@ def _passes(passes: Sequence[PassEffect]) -> list[RenderableType]:
             counts = f"{each.nodes_before:,}", f"{each.nodes_after:,}"
             table.add_row(*map(Text, (each.stage, each.did, *counts, f"{each.seconds * 1e3:,.1f}")))
     return [table, *([Text(f"{_IDLE}: {', '.join(idle)}")] if idle else [])]
+
+
+def _of_micro_batches(program: Program, memory: Mapping[str, PlannedMemory]) -> list[str]:
+    """A sentence on what micro-batches save and cost, if there are some: activations are as many as rows."""
+    micro = program.micro_batches
+    if micro is None:
+        return []
+    once = sum(each.roles.get("activations", 0) for each in memory.values())
+    inputs = zip(program.inputs, program.placeholders, strict=True)
+    held = sum(node.meta["val"].nbytes for each, node in inputs if each.role is Role.ACCUMULATOR)
+    return [
+        f"{micro.count} micro-batches: {once:,} bytes of activations at once, of some {once * len(micro.runs):,} for all "
+        f"rows, at the price of {held:,} bytes of accumulators and of parameters that are read {len(micro.runs)} times"
+    ]
 
 
 def _memory(device: str, memory: PlannedMemory) -> RenderableType:

@@ -38,7 +38,7 @@ from .known_bits import KNOWN, this_kind, trained_bits
 
 TESTED = ("2.11", "2.15")  # the oldest and the newest torch
 _STYLES = {"works": "green", "slower": "yellow", "fails": "red", "not here": "dim"}
-_RANKS_WITHIN = 120.0  # seconds
+_RANKS_WITHIN = 240.0  # seconds
 _FEW_FILES = 1024
 
 

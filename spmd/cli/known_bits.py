@@ -19,7 +19,11 @@ from ..call.rng import random_state_kept, seed
 from ..decorator import compile
 from ..modes.data_parallel import DataParallel
 
-KNOWN: dict[tuple[str, str], str] = {}
+KNOWN: dict[tuple[str, str], str] = {
+    ("AuthenticAMD 25 17, AVX512", "2.11"): "4cb7257a73c425161c2add2e6a30dc1254055d89a5ef1ac5897db401333d8e0b",
+    ("AuthenticAMD 25 17, AVX512", "2.13"): "c7d621876c91d09380c61c7bd9fc5d4924593c7f2884392efd489a91337f7146",
+    ("AuthenticAMD 25 17, AVX512", "2.15"): "c7d621876c91d09380c61c7bd9fc5d4924593c7f2884392efd489a91337f7146",
+}
 """By kind of processor and version of torch."""
 
 _STEPS, _ROWS, _PARTS = 3, 8, 4

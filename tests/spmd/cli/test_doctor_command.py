@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from spmd.cli import doctor_command
+from spmd.cli import doctor_command, known_bits
 from spmd.cli.commands import main
 from tests.harness import programs
 
@@ -47,6 +47,15 @@ def test_two_ranks_train_here(capsys: pytest.CaptureFixture[str], monkeypatch: p
     found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}
     assert found["two ranks"]["state"] == "works" and "over shared memory" in found["two ranks"]["found"]
     assert found["versions"]["state"] == found["shared memory"]["state"] == "works"
+    assert found['bits="same"']["state"] == ("works" if known_bits.this_kind() in known_bits.KNOWN else "not here")
+
+
+def test_bits_are_compared_with_those_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = known_bits.this_kind()
+    monkeypatch.delitem(known_bits.KNOWN, kind, raising=False)
+    assert doctor_command._bits("ab").so == "no hash is known for this kind to compare it with"
+    monkeypatch.setitem(known_bits.KNOWN, kind, "ab")
+    assert (doctor_command._bits("ab").state, doctor_command._bits("cd").state) == ("works", "fails")
 
 
 def test_a_torch_that_was_not_tested_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

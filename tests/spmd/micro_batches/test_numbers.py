@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import spmd
@@ -136,6 +137,55 @@ def test_masks_are_those_of_the_whole_batch_by_position() -> None:
         found.append(compiled(model, batch(6)[0]))
     assert 0 < int((found[0] == 0).sum()) < found[0].numel()
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def attends(x: Tensor) -> Tensor:
+    heads = x.unsqueeze(1).expand(-1, 8, -1).unflatten(2, (1, 5)).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_masks_of_attention_are_those_of_the_whole_batch_by_position() -> None:
+    found = []
+    for options in ({}, {"micro_batches": 4}, {"bits": "same", "virtual": 8}, {"bits": "same", "virtual": 2}):
+        compiled = spmd.compile(attends, parallel_mode=spmd.DataParallel(**options))
+        spmd.seed(3, invariant=True)
+        found.append(compiled(batch(8)[0]))
+    spmd.seed(None)
+    assert not torch.equal(found[0][0, 0, 0], found[0][0, 0, 1]), "of equal queries, by their masks alone"
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
+
+
+@pytest.mark.usefixtures("alone")
+def test_beside_tensor_parallel() -> None:
+    split = {"0.*": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}}
+    params = {f"model.{name}": placed for name, placed in split.items()}
+    mode = spmd.DataParallel(
+        "fully_shard",
+        axes={"batch": "dp", "tensor": "tp"},
+        params=params,
+        micro_batches=2,
+        accumulate_dtype=torch.float64,
+    )
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    compiled = spmd.compile(clipped, parallel_mode=mode)
+    assert spmd.verify(compiled, model, optimizer, *batch(12), mesh={"dp": 2, "tp": 2}, steps=2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_under_autocast() -> None:
+    found = []
+    for count in (1, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 64), nn.GELU(), nn.Linear(64, 3))
+        compiled = spmd.compile(regress, parallel_mode=spmd.DataParallel(micro_batches=count))
+        x, y = (each.float() for each in batch(12))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), x, y)
+        found.append([loss, *(p.detach() for p in model.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-3)
 
 
 def merges(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import spmd
+from examples.gpt import GPT, Config
 from passes import Role
 from passes.memory.peak_memory import planned_memory
 
@@ -51,6 +53,12 @@ def both(
         returned = [each(model, *call) for call in calls]
         found.append([*returned, *(p.detach() for p in model.parameters())])
     return found[0], found[1]
+
+
+def predicts(model: nn.Module, x: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+    loss.backward()
+    return loss
 
 
 def with_a_mean_of_arguments(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,6 +195,22 @@ def test_an_error_in_a_run_changes_nothing() -> None:
             step(table, torch.tensor([0, 1, 2, 77, 4, 5]))
         found[-1] += [step(table, torch.arange(6)), table.weight]
     torch.testing.assert_close(*found)
+
+
+def test_activations_fall_with_their_number_and_the_report_says_so() -> None:
+    """A GPT of 12 layers: what it says of eight parts is what the whole batch takes."""
+    config, found, notes = Config(width=16, layers=12, heads=2, context=16), [], []
+    x = torch.zeros(16, config.context, dtype=torch.int64)
+    for count in (1, 8):
+        step = spmd.compile(predicts, parallel_mode=spmd.DataParallel(micro_batches=count))
+        step(GPT(config), x)
+        found.append(step.report().memory["cpu"].roles["activations"])
+        notes += step.report().notes
+    assert 0 < found[1] <= 0.2 * found[0]
+    said = re.search(r"8 micro-batches: ([\d,]+) bytes of activations at once, of some ([\d,]+)", " ".join(notes))
+    assert said is not None
+    once, whole = (int(each.replace(",", "")) for each in said.groups())
+    assert once == found[1] and abs(whole - found[0]) < 0.05 * found[0]
 
 
 def test_a_budget_counts_the_longest_part() -> None:
