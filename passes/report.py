@@ -434,9 +434,10 @@ def _of_micro_batches(program: Program, memory: Mapping[str, PlannedMemory]) -> 
     once = sum(each.roles.get("activations", 0) for each in memory.values())
     inputs = zip(program.inputs, program.placeholders, strict=True)
     held = sum(node.meta["val"].nbytes for each, node in inputs if each.role is Role.ACCUMULATOR)
+    runs = len(micro.runs)
     return [
-        f"{micro.count} micro-batches: {once:,} bytes of activations at once, of some {once * len(micro.runs):,} for all "
-        f"rows, at the price of {held:,} bytes of accumulators and of parameters that are read {len(micro.runs)} times"
+        f"{micro.count} micro-batches: {once:,} bytes of activations at once, of some {once * runs:,} for all rows, at the "
+        f"price of {held:,} bytes of accumulators and of parameters that are read {runs} times"
     ]
 
 
