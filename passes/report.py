@@ -436,8 +436,8 @@ def _of_micro_batches(program: Program, memory: Mapping[str, PlannedMemory]) -> 
     held = sum(node.meta["val"].nbytes for each, node in inputs if each.role is Role.ACCUMULATOR)
     runs = len(micro.runs)
     return [
-        f"{micro.count} micro-batches: {once:,} bytes of activations at once, of some {once * runs:,} for all rows, at the "
-        f"price of {held:,} bytes of accumulators and of parameters that are read {runs} times"
+        f"{micro.count} micro-batches: {once:,} bytes of activations at once, of some {once * runs:,} for all rows, "
+        f"at the price of {held:,} bytes of accumulators and of parameters that are read {runs} times"
     ]
 
 
