@@ -273,7 +273,7 @@ def _gathers(node: fx.Node) -> bool:
 def _refusal(budget: int, least: int) -> str:
     return (
         f"expected memory= to be at least {_mega(least)} per rank, with which this step runs, got {_mega(budget)}: "
-        "pass a smaller batch, or split state over more ranks"
+        "pass a smaller batch, run it as micro-batches, or split state over more ranks"
     )
 
 

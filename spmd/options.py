@@ -101,6 +101,7 @@ class Options:
         _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
         _check_micro_batches(parallel_mode, program=program, check=_check_check(check) or None)
         _check_bits(parallel_mode, backend)
+        _check_choice(parallel_mode, memory)
         edits = next((each for each in _check_overrides(module_override) if _edits_graph(each)), None)
         other = None if backend == "aten" else backend
         one = {"memory": memory, "gm_transformation": gm_transformation, "transform": edits, "backend": other}
@@ -190,6 +191,18 @@ def _check_deferring(mode: Any, **options: Any) -> None:
     given = [name for name, value in options.items() if value is not None]
     if given and isinstance(mode, ParallelMode) and mode.defer_updates:
         raise ValueError(f"expected no {given[0]} with defer_updates=True, which divides a step into several programs")
+
+
+def _check_choice(mode: Any, memory: Any) -> None:
+    """Raise ``ValueError`` for a number of micro-batches that nothing decides, or that decides numbers."""
+    if not (isinstance(mode, ParallelMode) and mode.chooses_runs):
+        return
+    if memory is None:
+        raise ValueError('expected memory= with micro_batches="auto", which takes as few as fit into it')
+    if mode.statistics is not None or mode.has_stages:
+        raise ValueError(
+            "expected a number of micro_batches with statistics= or stages: what a step computes, or how, depends on it"
+        )
 
 
 def _check_micro_batches(mode: Any, **options: Any) -> None:

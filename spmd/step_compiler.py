@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Fact, Pass, Program, RankMismatchError, facts_of
+from passes import Fact, MemoryBudgetError, Pass, Program, RankMismatchError, facts_of
 from passes.default_passes import table_of, with_islands, with_rates
 from passes.ir.bundle import Bundle
+from passes.ir.program import MicroBatches
 
 from ._torch import DisableAutocast
 from .cache.compile_cache import Lookup, look_up
@@ -42,6 +43,7 @@ from .lowering.cuda_graphs import why_not_captured
 from .lowering.islands import CompiledIslands
 from .lowering.lower import Executable
 from .lowering.run_stages import lower_step
+from .modes.base import RUNS
 from .options import Options
 from .override import transform
 from .partitioner.diagnostics import CUTS_THE_BATCH
@@ -199,16 +201,34 @@ class StepCompiler:
             dump.stage(0, "capture", captured.program)
         with stages.stage("partition"), DisableAutocast():
             captured.program.room = self._dispatch.room
-            local, added, state = self._partition(call, captured, agreement)
-            local.notes += self._dispatch.notes_on_room(local)
-            self._warn_of_cuts(local, agreement)
-            local, pipeline = options.fitted(local, agreement.all_gather_text, self._dispatch.graphs)
+            (local, pipeline), added, state = self._fitted(call, captured, agreement)
             dump.stage(1, "partition", local)
         choosing = self._choosing(pipeline, agreement, stages)
         with stages.stage("passes"), DisableAutocast(), choosing as pipeline:
             program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
         lookup.verify(captured.program, program)
         return Made(captured, reads, any_size, local, added, state, pipeline, program, parts)
+
+    def _fitted(
+        self, call: Call, captured: Captured, agreement: Agreement
+    ) -> tuple[tuple[Program, tuple[Pass, ...]], Any, Prepared]:
+        """One rank's program with the passes with which it fits; in the fewest micro-batches, where the step chooses.
+
+        The captured program then says how many these are, as other ranks read it.
+        """
+        options, chooses = self._options, self._options.mode.chooses_runs
+        for count in RUNS if chooses else (1,):
+            captured.program.micro_batches = MicroBatches(count, {}) if chooses else None
+            local, added, state = self._partition(call, captured, agreement)
+            local.notes += self._dispatch.notes_on_room(local)
+            self._warn_of_cuts(local, agreement)
+            try:
+                return options.fitted(local, agreement.all_gather_text, self._dispatch.graphs), added, state
+            except MemoryBudgetError:
+                runs = 1 if local.micro_batches is None else local.micro_batches.count
+                if not chooses or count == RUNS[-1] or runs < count:  # there are no more rows
+                    raise
+        raise AssertionError("the last number of runs returns or raises")
 
     def _warn_of_cuts(self, local: Program, agreement: Agreement) -> None:
         """Warn, once, of a batch that the step cuts into parts: ranks may have joined these parts themselves."""

@@ -21,6 +21,8 @@ from ..ranks.axis_roles import Roles, roles_by_position
 from ..ranks.world import as_mesh, check_fits
 from .named_placements import check_placements
 
+RUNS = (1, 2, 4, 8, 16, 32, 64)
+
 
 class ParallelMode(ABC):
     """Implement ``partition`` to make one rank's share of a global program yourself.
@@ -38,6 +40,7 @@ class ParallelMode(ABC):
     - ``param_init_fn``: initializes a module that is on the meta device.
     - ``defer_updates``: whether a call leaves its reductions and its update to the next one.
     - ``micro_batches``: how often a program runs in a call, each time on a part of this rank's rows.
+    - ``chooses_runs``: whether that number is the least with which a step fits into its memory, one of ``RUNS``.
     - ``bits``: the parts of the global batch of a step whose bits do not depend on the number of ranks.
     - ``statistics``: "per_micro_batch" if micro-batches have statistics of their own.
     - ``has_stages``: whether ranks run other parts of the model, along an axis of that role.
@@ -60,6 +63,7 @@ class ParallelMode(ABC):
     offload_policy: OffloadPolicy | None = None
     defer_updates: bool = False
     micro_batches: int = 1
+    chooses_runs: bool = False
     bits: int | None = None
     statistics: str | None = None
     has_stages: bool = False

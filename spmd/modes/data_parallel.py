@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from os import PathLike
 from typing import Any, Literal
@@ -130,7 +131,8 @@ class DataParallel(PlannedMode):
     ``micro_batches``: the step runs on this many parts of each rank's rows, one after the other, for the memory of one;
     gradients, losses and whatever else sums over rows are accumulated, in ``accumulate_dtype`` (None: their own), and
     reduced and used once, after the last part. The numbers are those of the whole batch: counts are global, and draws
-    follow the rows. What needs other rows at once (batch statistics) is an error with the user's line.
+    follow the rows. What needs other rows at once (batch statistics) is an error with the user's line. ``"auto"``, with
+    ``memory=`` of ``spmd.compile``: the least of 1, 2, 4, ..., 64 parts with which the step fits.
 
     ``statistics="per_micro_batch"``, with ``micro_batches``: a sum over rows of activations that a step needs before it
     can go on, as a batch norm does, is taken over the rows of one micro-batch on all ranks, times the number of these,
@@ -191,7 +193,7 @@ class DataParallel(PlannedMode):
         mp_policy: MixedPrecisionPolicy | None = None,
         offload_policy: OffloadPolicy | None = None,
         defer_updates: bool = False,
-        micro_batches: int = 1,
+        micro_batches: int | Literal["auto"] = 1,
         accumulate_dtype: torch.dtype | None = None,
         statistics: Literal["per_micro_batch"] | None = None,
         bits: Literal["same"] | None = None,
@@ -219,6 +221,7 @@ class DataParallel(PlannedMode):
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
         self.defer_updates = check_flag("defer_updates", defer_updates)
         self.micro_batches = check_micro_batches(micro_batches, reduce_gradients, defer_updates)
+        self.chooses_runs = micro_batches == "auto"
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
         self.bits = check_bits(bits, virtual, self.micro_batches)
         self.statistics = check_statistics(statistics, self.micro_batches, stages)
@@ -235,16 +238,18 @@ class DataParallel(PlannedMode):
 
     def partition(self, program: Program) -> Program:
         """One rank's share; a program that runs several times in a call where there are micro-batches."""
-        if self.micro_batches == 1:
+        count = self.micro_batches
+        if self.chooses_runs and program.micro_batches is not None:
+            count, program = program.micro_batches.count, replace(program, micro_batches=None)
+        if count == 1:
             return super().partition(program)
         if self.bits is not None:
             return partition_with_same_bits(program, self.plan(program), self.bits, self.accumulate_dtype)
         if self.pipeline is not None:
             rows = self._rows_without_axis(program)
-            count, dtype = self.micro_batches, self.accumulate_dtype
-            return partition_in_stages(program, self.plan, self.pipeline, count, dtype, rows)
+            return partition_in_stages(program, self.plan, self.pipeline, count, self.accumulate_dtype, rows)
         own = self.statistics is not None
-        return partition_in_time(program, self.plan(program), self.micro_batches, self.accumulate_dtype, keeps_own=own)
+        return partition_in_time(program, self.plan(program), count, self.accumulate_dtype, keeps_own=own)
 
     def _rows_without_axis(self, program: Program) -> dict[str, int]:
         """The dim of the rows of the arguments that ``inputs`` does not name, where no axis splits the batch."""
@@ -352,6 +357,12 @@ class DataParallel(PlannedMode):
         wire = self.wire.reduce_dtype or policy_dtype
         return Share(self.split.style, None, self.gathers.reshard, wire, memory=memory)
 
+    @property
+    def _shown_runs(self) -> int | str | None:
+        if self.chooses_runs:
+            return "'auto'"
+        return self.micro_batches if self.micro_batches > 1 and self.bits is None else None
+
     def __repr__(self) -> str:
         shown = {
             "axes": self.axes,
@@ -360,7 +371,7 @@ class DataParallel(PlannedMode):
             "gather_dtype": self.wire.gather_dtype,
             "reshard_after_forward": self.gathers.reshard,
             "defer_updates": self.defer_updates or None,
-            "micro_batches": self.micro_batches if self.micro_batches > 1 and self.bits is None else None,
+            "micro_batches": self._shown_runs,
             "statistics": self.statistics,
             "bits": self.bits and "'same'",
             "virtual": self.bits,

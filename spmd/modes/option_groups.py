@@ -19,7 +19,7 @@ from ..ranks.axis_roles import Roles, axes_having
 from ..stages.schedule_files import Actions
 from ..stages.schedules import SCHEDULES
 from ..stages.stage_axis import Pipeline
-from .base import check_flag
+from .base import RUNS, check_flag
 from .shares import Style
 
 Reduce = Literal["once", "each"]
@@ -143,9 +143,13 @@ def check_modules(given: Any) -> tuple[nn.Module, ...]:
 
 
 def check_micro_batches(count: Any, reduce_gradients: Reduce, defers: bool) -> int:
-    """Raise ``TypeError`` or ``ValueError`` for no number of parts, or for options that exclude them; returns it."""
+    """Raise ``TypeError`` or ``ValueError`` for no number of parts, or for options that exclude them; returns it.
+
+    The most, where the step chooses.
+    """
+    count = RUNS[-1] if count == "auto" else count
     if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"expected micro_batches to be an int, got {count!r}")
+        raise TypeError(f'expected micro_batches to be an int or "auto", got {count!r}')
     if count < 1:
         raise ValueError(f"expected micro_batches to be 1 or more, got {count}")
     if count > 1 and reduce_gradients == "each":

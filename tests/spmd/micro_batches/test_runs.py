@@ -213,6 +213,24 @@ def test_activations_fall_with_their_number_and_the_report_says_so() -> None:
     assert once == found[1] and abs(whole - found[0]) < 0.05 * found[0]
 
 
+def test_a_step_takes_as_few_micro_batches_as_fit() -> None:
+    def wide() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 256), nn.Linear(256, 256), nn.Linear(256, 3)).double()
+
+    mode, batch = spmd.DataParallel(micro_batches="auto"), rows(4096)
+    compiled, models = spmd.compile(regress, parallel_mode=mode, memory=20_000_000), [wide(), wide()]
+    torch.testing.assert_close(compiled(models[0], *batch), regress(models[1], *batch))
+    torch.testing.assert_close(list(models[0].parameters()), list(models[1].parameters()))
+    assert compiled.program is not None and compiled.program.micro_batches is not None
+    assert 1 < compiled.program.micro_batches.count < 64
+    compiled(models[0], *rows(8))
+    assert compiled.program.micro_batches is None, "few rows fit as they are"
+    assert spmd.verify(spmd.compile(regress, parallel_mode=mode, memory=20_000_000), wide(), *batch, world=2, steps=1)
+    with pytest.raises(ValueError, match='expected memory= with micro_batches="auto"'):
+        spmd.compile(regress, parallel_mode=mode)
+
+
 def test_a_budget_counts_the_longest_part() -> None:
     """The last of 30 parts has one row, the others 30."""
     mode, wide = spmd.DataParallel(micro_batches=30), nn.Sequential(nn.Linear(5, 512), nn.Linear(512, 3)).double()
