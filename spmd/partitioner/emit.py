@@ -21,7 +21,7 @@ from ..memo import Shapes
 from ..placements import local_runs, local_shape
 from ..rules.base import parameters
 from .experts.own_rows import OwnRowsOf
-from .operand_layouts import Layout, lies, operand_layouts
+from .operand_layouts import Layout, lies, lies_like, operand_layouts
 from .redistribute import Reason, Redistribution
 from .values import Value, results
 
@@ -104,15 +104,21 @@ class Emitter:
         if not needed:
             return args, kwargs
         names = list(parameters(target))[: len(args)]
-        laid = [self._lying(arg, node.args[k], needed.get(names[k]), node) for k, arg in enumerate(args)]
-        named = {name: self._lying(arg, node.kwargs[name], needed.get(name), node) for name, arg in kwargs.items()}
-        return tuple(laid), named
+        operands: list[tuple[str, Any, Any]] = list(zip(names, args, node.args, strict=True))
+        operands += [(name, operand, node.kwargs[name]) for name, operand in kwargs.items()]
+        pairs = [(x, traced) for name, x, traced in operands if name in needed and isinstance(x, fx.Node)]
+        as_traced = all(self._is_known(x) and lies_like(x.meta["val"], traced.meta["val"]) for x, traced in pairs)
+        laid = [self._lying(x, traced, needed.get(name), node, as_traced) for name, x, traced in operands]
+        return tuple(laid[: len(args)]), dict(zip(kwargs, laid[len(args) :], strict=True))
 
-    def _lying(self, operand: Any, traced: Any, layout: Layout | None, node: fx.Node) -> Any:
+    def _is_known(self, operand: fx.Node) -> bool:
+        """Whether an operand lies on every rank as its value says."""
+        return operand not in self._unsure and self._layouts.is_known(operand)
+
+    def _lying(self, operand: Any, traced: Any, layout: Layout | None, node: fx.Node, as_traced: bool) -> Any:
         if layout is None or not isinstance(operand, fx.Node):
             return operand
-        known = operand not in self._unsure and self._layouts.is_known(operand)
-        if known and lies(operand.meta["val"], layout, traced.meta["val"]):
+        if self._is_known(operand) and lies(operand.meta["val"], layout, traced.meta["val"], as_traced):
             return operand
         if layout is not Layout.AS_TRACED or traced.meta["val"].is_contiguous():
             return self._copy(operand, node)

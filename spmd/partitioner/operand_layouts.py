@@ -62,9 +62,13 @@ def operand_layouts(op: OpOverload) -> dict[str, Layout]:
     return _BY_OP.get(op, {})
 
 
-def lies(val: torch.Tensor, layout: Layout, traced: torch.Tensor) -> bool:
-    """Whether ``val`` lies as asked for, or as in eager: ``traced`` is the same operand of the global program."""
-    if _lies_like(val, traced):
+def lies(val: torch.Tensor, layout: Layout, traced: torch.Tensor, as_traced: bool) -> bool:
+    """Whether ``val`` lies as asked for, or as in eager: ``traced`` is the same operand of the global program.
+
+    ``as_traced``: all operands of the op lie as in eager. The backward of a norm takes images with their channels last,
+    but not one such image beside one that is contiguous.
+    """
+    if lies_like(val, traced) and (as_traced or layout is not Layout.CONTIGUOUS):
         return True
     if layout is Layout.ROWS:
         return val.ndim == 0 or val.stride(-1) == 1
@@ -73,7 +77,7 @@ def lies(val: torch.Tensor, layout: Layout, traced: torch.Tensor) -> bool:
     return val.is_contiguous()
 
 
-def _lies_like(val: torch.Tensor, traced: torch.Tensor) -> bool:
+def lies_like(val: torch.Tensor, traced: torch.Tensor) -> bool:
     """Whether ``val`` has no gaps, and its dims lie in the order of those of ``traced``."""
     if val.ndim != traced.ndim:
         return False

@@ -275,7 +275,7 @@ def connect(
     ``StateError`` if the state of the ranks is not whole or not the same, unless all of them come ``to_recover`` it.
     """
     known = _ranks_of(theirs)
-    if carried is not None:
+    if carried is not None and not partly:  # which would be known of its own models alone
         known.carry_over(carried)
     if (found := known.open_connection()) is not None:
         if partly and not to_recover:

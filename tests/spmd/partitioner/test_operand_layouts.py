@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 import spmd
 from tests.harness.fake import fake_world
+from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
 aten = torch.ops.aten
@@ -57,3 +59,29 @@ def test_parts_of_statistics_are_copied() -> None:
     nodes = compiled.program.graph.find_nodes
     (norm,) = nodes(op="call_function", target=aten.native_layer_norm_backward.default)
     assert all(operand.meta["val"].is_contiguous() for operand in norm.args[3:5])
+
+
+class ChannelsLast(Case):
+    """Convolutions and norms of which weights and images lie with their channels last, and gradients do not."""
+
+    def build(self) -> tuple[Any, ...]:
+        layers = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 4, 3), nn.GroupNorm(4, 4)
+        model = nn.Sequential(*layers).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        x = torch.randn(2 + step % 2, 3, 7, 7, generator=random_generator(rank, step), dtype=torch.float64)
+        return (x.to(memory_format=torch.channels_last),)
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        loss: Tensor = (model(x) ** 3).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", {"parallel_style": "replicate", "shard_optimizer": True}])
+def test_a_norm_reads_its_operands_in_one_layout(ranks: Ranks, mode: Any) -> None:
+    assert_agrees(ranks, 2, ChannelsLast(), mode, steps=4)
