@@ -193,7 +193,7 @@ def _put_back(order: Sequence[fx.Node], rows: Mapping[fx.Node, ByGroup]) -> Iter
 
 
 def _of_tokens(mesh: Mesh) -> Placements:
-    """Split along the batch; along sequences, whose rows may lie in runs, nothing is said."""
+    """Split along the batch; not along sequences, whose rows may lie in runs."""
     splits = (AxisRole.BATCH in axis.roles and AxisRole.MICRO_BATCHES not in axis.roles for axis in mesh.axes)
     return tuple(Shard(0) if split else Replicate() for split in splits)
 

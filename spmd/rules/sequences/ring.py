@@ -25,7 +25,7 @@ aten = torch.ops.aten
 def ring(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
     """Attention of a rank's rows to the keys of one rank after the other."""
     kernel = Kernel(run, call, args)
-    blocks = Blocks.of(run, call, parts)._replace(mask=kernel.mask)
+    blocks = Blocks.of(run, call, parts, kernel.mask)
     query, *passing = kernel.operands("query", "key", "value")
     found: tuple[Any, Any] | None = None
     for step, after in pairwise([*blocks.steps, run.size]):
@@ -40,7 +40,7 @@ def ring(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: P
 def ring_backward(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
     """The gradients of a rank's rows; those of keys follow the keys, and come home at the end."""
     kernel = Kernel(run, call, args)
-    blocks = Blocks.of(run, call, parts)._replace(mask=kernel.mask)
+    blocks = Blocks.of(run, call, parts, kernel.mask)
     grad, query, *passing, out, logsumexp = kernel.operands(grad_of(call), *SAVED)
     sums: list[Any] = []
     following: list[Any] = []
@@ -105,7 +105,7 @@ class Blocks(NamedTuple):
     mask: Any = None
 
     @classmethod
-    def of(cls, run: Run | None, call: OpCall, parts: Parts) -> Blocks:
+    def of(cls, run: Run | None, call: OpCall, parts: Parts, mask: Any = None) -> Blocks:
         """The blocks of a call whose keys are split; ``parts``: of its operands."""
         tensors = [name for name, value in arguments(call) if isinstance(value, Info)]
         held = [part for name, part in zip(tensors, parts, strict=True) if name in ("key", "value") and part]
@@ -113,7 +113,7 @@ class Blocks(NamedTuple):
         rows = [chunk(call.arg("key").shape[2], ranks, k) for k in range(ranks)]
         by_start = (k for k, (start, _) in enumerate(rows) if start == held[0].start[2])
         rank = run.rank if run is not None else next(by_start)
-        return cls(run, call, rank, [n for _, n in rows], [part.shape for part in held], held[0].mirrored)
+        return cls(run, call, rank, [n for _, n in rows], [part.shape for part in held], held[0].mirrored, mask)
 
     def owner(self, step: int) -> int:
         """The rank whose rows this rank holds at a step."""

@@ -207,9 +207,9 @@ def test_activations_fall_with_their_number_and_the_report_says_so() -> None:
         found.append(step.report().memory["cpu"].roles["activations"])
         notes += step.report().notes
     assert 0 < found[1] <= 0.2 * found[0]
-    said = re.search(r"8 micro-batches: ([\d,]+) bytes of activations at once, of some ([\d,]+)", " ".join(notes))
-    assert said is not None
-    once, whole = (int(each.replace(",", "")) for each in said.groups())
+    noted = re.search(r"8 micro-batches: ([\d,]+) bytes of activations at once, of some ([\d,]+)", " ".join(notes))
+    assert noted is not None
+    once, whole = (int(each.replace(",", "")) for each in noted.groups())
     assert once == found[1] and abs(whole - found[0]) < 0.05 * found[0]
 
 
