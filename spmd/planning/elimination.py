@@ -8,6 +8,7 @@ and ladders, as a model's blocks are, take little.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -24,37 +25,33 @@ def least(alone: Mapping[Choice, Any], pairs: Mapping[tuple[Choice, Choice], Any
     ``alone``: for each choice the costs of its positions; ``pairs``: for two choices those of both, a row for each
     position of the first. Of equal sums it is the one with the earlier positions, in the order of elimination.
     """
-    order = list(alone)
-    factors: list[tuple[tuple[Choice, ...], Tensor]] = []
+    sizes = {name: len(costs) for name, costs in alone.items()}
+    holds: dict[Choice, list[tuple[tuple[Choice, ...], Tensor]]] = {name: [] for name in alone}
     for names, costs in (*(((name,), costs) for name, costs in alone.items()), *pairs.items()):
-        factors.append((names, torch.as_tensor(costs, dtype=torch.float64)))
+        for each in names:
+            holds[each].append((names, torch.as_tensor(costs, dtype=torch.float64)))
+    near = {name: _names(own) for name, own in holds.items()}
     eliminated = []
-    while order:
-        near = {name: _union([names for names, _ in factors if name in names]) for name in order}
-        name = min(order, key=lambda name: (_size(near[name], alone), order.index(name)))
-        if _size(near[name], alone) > _MOST:
+    while holds:
+        name = min(holds, key=lambda name: prod(sizes[each] for each in near[name]))
+        own, others = holds.pop(name), tuple(each for each in near[name] if each != name)
+        if prod(sizes[each] for each in near[name]) > _MOST:
             return None
-        own = [each for each in factors if name in each[0]]
-        names = (*(each for each in near[name] if each != name), name)
-        table = torch.stack(torch.broadcast_tensors(*(_spread(costs, of, names) for of, costs in own))).sum(0)
-        eliminated.append((name, names[:-1], table.argmin(-1)))
-        factors = [each for each in factors if name not in each[0]] + [(names[:-1], table.amin(-1))]
-        order.remove(name)
+        table = torch.stack(torch.broadcast_tensors(*(_spread(costs, of, (*others, name)) for of, costs in own))).sum(0)
+        eliminated.append((name, others, table.argmin(-1)))
+        left = others, table.amin(-1)
+        for each in others:
+            holds[each] = [*(held for held in holds[each] if name not in held[0]), left]
+            near[each] = _names(holds[each])
     found: dict[Choice, int] = {}
     for name, others, best in reversed(eliminated):
         found[name] = int(best[tuple(found[each] for each in others)])
     return found
 
 
-def _union(names: Sequence[tuple[Choice, ...]]) -> tuple[Choice, ...]:
-    return tuple(dict.fromkeys(each for of in names for each in of))
-
-
-def _size(names: tuple[Choice, ...], alone: Mapping[Choice, Any]) -> int:
-    size = 1
-    for each in names:
-        size *= len(alone[each])
-    return size
+def _names(factors: Sequence[tuple[tuple[Choice, ...], Tensor]]) -> tuple[Choice, ...]:
+    """All choices that some costs depend on."""
+    return tuple(dict.fromkeys(each for names, _ in factors for each in names))
 
 
 def _spread(costs: Tensor, of: tuple[Choice, ...], names: tuple[Choice, ...]) -> Tensor:

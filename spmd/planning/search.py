@@ -164,7 +164,7 @@ def _staged(work: Work, gpus: int, tensor: int, rows: int, machine: Machine, mem
     """The layouts of pipelines over equal blocks, each with the cut whose slowest stage takes the least time.
 
     Of layouts that differ in micro-batches, one that must be slower than another one that fits is not simulated. No
-    block is recomputed, as ``memory=`` is not for stages.
+    block is recomputed, since ``memory=`` chooses no more than the schedule of stages.
     """
     blocks = [each.count for each in work.plain if each.count > 1]
     for stages in (k for k in _STAGES if gpus % (tensor * k) == 0 and len(blocks) == 1 and blocks[0] >= k):
