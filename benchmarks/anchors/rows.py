@@ -26,6 +26,7 @@ GROUPS = {
 }
 # vTrain's hosts: their simulator counts 800 Gb/s for eight GPUs.
 _NETWORK = {"vtrain-multi": 12.5, "vtrain-single": 12.5}
+_WIDE = 128  # the head dim at which attention's constants are given
 _BITS = {"bf16": 16, "bf16-pure": 16, "fp16": 16, "nvfp4": 4}  # fp8 in all its forms otherwise
 
 
@@ -88,13 +89,8 @@ class Row:
             experts,
             number("top_k", 0),
             experts // number("ep"),
-            flash=not (is_vtrain or self.has_sinks),
+            flash=not is_vtrain,
         )
-
-    @property
-    def has_sinks(self) -> bool:
-        """Whether attention has sinks, and so no fused kernel: assumed of GPT-OSS, but where experts are graphed."""
-        return self.cells["model"].startswith("gpt-oss") and self.framework == "experts"
 
     def work(self) -> Work:
         """The model's work, whose two captured blocks stand for all."""
@@ -181,6 +177,8 @@ class Row:
         if limited:
             gpu = replace(gpu, memory=2.4, capacity=96, power=500 / 700)
         framework = software[self.framework]
+        if self.cells.get("experts"):  # these kernels follow the exponentials of scores, not their width
+            framework = replace(framework, attention=framework.attention * self.dims.head_dim / _WIDE)
         if self.cells["async_tp"] == "1":
             framework = replace(framework, exposed=0.4)
         network = _NETWORK.get(self.cells["group"])
@@ -190,7 +188,8 @@ class Row:
     def kind(self) -> tuple[str, ...]:
         """What machines of rows differ in."""
         group = "vtrain" if self.cells["group"] in _NETWORK else ""
-        return self.framework, self.cells["gpu"], self.cells["async_tp"], group
+        width = str(self.dims.head_dim) if self.cells.get("experts") else ""
+        return self.framework, self.cells["gpu"], self.cells["async_tp"], group, width
 
     def estimate(self, machine: Machine | None = None) -> Estimate:
         """The estimated step, by default on its machine with the fitted constants."""

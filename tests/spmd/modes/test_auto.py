@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -48,9 +49,15 @@ def note_of(step: Any) -> str:
     return next(note for note in step.program.notes if note.startswith("spmd.Auto takes"))
 
 
-def test_the_fastest_style_is_taken_and_kept() -> None:
+@cache
+def unlimited() -> tuple[spmd.Auto, Any]:
+    """The mode without a budget, and its step."""
     mode = spmd.Auto()
-    step = after_steps(mode)
+    return mode, after_steps(mode)
+
+
+def test_the_fastest_style_is_taken_and_kept() -> None:
+    mode, step = unlimited()
     styles = ("replicate", "shard_optimizer", "fully_shard")
     figures = {style: float(note_of(step).split(f"{style} ")[1].split()[0]) for style in styles}
     assert mode.style == min(figures, key=figures.__getitem__)
@@ -58,8 +65,8 @@ def test_the_fastest_style_is_taken_and_kept() -> None:
 
 
 def test_a_budget_rules_styles_out() -> None:
-    free = spmd.Auto()
-    note = note_of(after_steps(free))
+    free, step = unlimited()
+    note = note_of(step)
     sizes = {s: float(note.split(f"{s} ")[1].split(" and ")[1].split(" MB")[0]) for s in ("replicate", "fully_shard")}
     assert sizes["fully_shard"] < sizes["replicate"]
     assert free.style == "replicate"
@@ -106,7 +113,7 @@ def test_ranks_add_up_what_they_measured_and_correct_the_table() -> None:
     ratios = ratios_of([mine, other])
     assert ratios == {"matmul": 2.0, "memory": 8.0}  # by no more than 8; nothing is known of communication
     assert ratios_of([other, mine]) == ratios
-    program = after_steps(spmd.Auto()).program
+    program = unlimited()[1].program
     table = corrected(program, BUILT_IN, ratios | {"communication": 3.0})
     assert table.compute["matmul float32"] == BUILT_IN_CPU["matmul float32"] / 2
     (one, *_), (was, *_) = (next(iter(each.links[0].curves.values())) for each in (table, BUILT_IN))
