@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -67,8 +68,8 @@ def measure(workload: Workload, options: argparse.Namespace) -> list[Result]:
         )
 
 
-def main() -> int:
-    """Run all models, print the table, write the figures."""
+def parse(given: Sequence[str]) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.auto", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,7 +80,12 @@ def main() -> int:
     parser.add_argument("--table", type=Path, help="costs as python -m spmd calibrate writes them")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, two rounds")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> int:
+    """Run all models, print the table, write the figures."""
+    options = parse(sys.argv[1:])
     workloads = [SMOKE] if options.smoke else [each for each in WORKLOADS if each.name in options.models]
     found = {each.name: measure(each, options) for each in workloads}
     failed = [
