@@ -284,9 +284,7 @@ def test_an_op_that_would_resize_state_is_refused_before_anything_is_written(kin
         return y
 
     x, before = torch.randn(8, 6), {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(
-        spmd.CaptureError, match=r"(each of 8 channels|\[8\] by resize_).*[Rr]un the model once"
-    ):
+    with pytest.raises(spmd.CaptureError, match=r"(each of 8 channels|\[8\] by resize_).*[Rr]un the model once"):
         step(model, x)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with torch.no_grad():
