@@ -12,6 +12,7 @@ would need a program for each value: that is refused.
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,20 @@ from torch import Tensor, fx
 
 from passes import Input, Role
 from passes.analysis.reachability import ancestors
+from passes.ir.ops import Trait, has
+from passes.ir.schemas import schema
 
-from .._torch import GuardOnDataDependentSymNode, TorchDispatchMode, disable_modes, get_proxy_mode
+from .._torch import (
+    GuardOnDataDependentSymNode,
+    OpOverload,
+    TorchDispatchMode,
+    disable_modes,
+    get_proxy_mode,
+    tree_flatten,
+)
 from ..call.state import Slot
 from .provenance import proxy_node
+from .tensor_attributes import is_users
 from .unsupported import Refused
 from .values.value_checks import is_check
 
@@ -104,8 +115,8 @@ class StateBranches(TorchDispatchMode):
         found = self._read_by(tensor)
         if found is None:
             return None
-        node, needed, read, scalars = found
-        condition = extract(node, needed, read)
+        node, needed, read, scalars, constants = found
+        condition = extract(node, needed, read, constants)
         taken = _evaluate(condition, [scalars[n][1] for n in read])
         return Branch(tuple(scalars[n][0] for n in read), condition, taken)
 
@@ -113,17 +124,18 @@ class StateBranches(TorchDispatchMode):
         """The part of the graph that computes ``tensor`` from 0-dim state, or None if there is more to it."""
         mode = get_proxy_mode()
         node = proxy_node(tensor, mode.tracer) if mode is not None else None
-        if node is None:
+        if mode is None or node is None:
             return None
         placeholders = node.graph.find_nodes(op="placeholder")
         scalars = {placeholders[k]: named for k, named in self.scalars.items()}
-        needed = ancestors([node])
+        needed = with_writes(ancestors([node]))  # one element may be written through a view of its own
         read = [n for n in placeholders if n in needed]
-        computed = all(n.op == "call_function" for n in needed if n not in scalars)
-        return (node, needed, read, scalars) if read and computed else None
+        constants = own_constants(needed, mode)
+        computed = all(n.op == "call_function" for n in needed if n not in scalars and n not in constants)
+        return (node, needed, read, scalars, constants) if read and computed else None
 
 
-_Read = tuple[fx.Node, set[fx.Node], list[fx.Node], dict[fx.Node, tuple[str, Tensor]]]
+_Read = tuple[fx.Node, set[fx.Node], list[fx.Node], dict[fx.Node, tuple[str, Tensor]], dict[fx.Node, Tensor]]
 _OVERWRITING = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
 
 
@@ -144,15 +156,52 @@ def _follows_from(node: fx.Node, source: fx.Node) -> bool:
     return False
 
 
-def extract(node: fx.Node, needed: set[fx.Node], read: Sequence[fx.Node]) -> fx.GraphModule:
-    """The part of the graph that computes ``node`` from ``read``, as a graph of its own."""
-    graph = fx.Graph()
+def with_writes(needed: set[fx.Node]) -> set[fx.Node]:
+    """These nodes, the ops that write into one of them, or into a view of one, and what those are computed from."""
+    graph = next(iter(needed)).graph
+    while True:
+        views, found = set(needed), set[fx.Node]()
+        for node in graph.nodes:
+            if node in needed:
+                continue
+            is_op = isinstance(node.target, OpOverload)
+            is_view = node.target is operator.getitem or (is_op and has(node.target, Trait.VIEW))
+            if is_view and not views.isdisjoint(node.all_input_nodes[:1]):
+                views.add(node)
+            elif is_op and has(node.target, Trait.MUTABLE) and not views.isdisjoint(_written(node)):
+                found |= ancestors([node])
+        if found <= needed:
+            return needed
+        needed = needed | found
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The nodes that an op writes into."""
+    assert isinstance(node.target, OpOverload)
+    described = schema(node.target)
+    given = {**node.kwargs, **dict(zip(described.names, node.args, strict=False))}
+    return [leaf for each in described.arguments if each.written for leaf in tree_flatten(given.get(each.name))[0]]
+
+
+def own_constants(nodes: set[fx.Node], mode: Any) -> dict[fx.Node, Tensor]:
+    """Those of ``nodes`` that are tensors of known values which the step itself made, each with that."""
+    found = {each: getattr(mode.tracer.root, str(each.target), None) for each in nodes if each.op == "get_attr"}
+    return {each: value for each, value in found.items() if isinstance(value, Tensor) and not is_users(value)}
+
+
+def extract(
+    node: fx.Node, needed: set[fx.Node], read: Sequence[fx.Node], constants: Mapping[fx.Node, Tensor] | None = None
+) -> fx.GraphModule:
+    """The part of the graph that computes ``node`` from ``read`` and ``constants``, as a graph of its own."""
+    graph, root = fx.Graph(), torch.nn.Module()
     copies = {each: graph.placeholder(each.name) for each in read}
+    for each, value in (constants or {}).items():
+        root.register_buffer(str(each.target), value)
     for each in node.graph.nodes:
-        if each in needed and each.op == "call_function":
+        if each in needed and each not in copies:
             copies[each] = graph.node_copy(each, copies.__getitem__)
     graph.output(copies[node])
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return fx.GraphModule(root, graph)
 
 
 def _evaluate(condition: fx.GraphModule, tensors: Sequence[Tensor]) -> bool | int | float:

@@ -80,9 +80,10 @@ def _scattered(x: Tensor, src: Tensor, size: list[int], stride: list[int], stora
 def _resized(x: Tensor, size: Sequence[int], **_: Any) -> Tensor:
     """``x`` itself, if it has this shape already."""
     if tuple(size) != tuple(x.shape):
+        cold = " If a layer does so in its first forward, run the model once before the first step, in no_grad()."
         raise Refused(
             f"it gives a tensor of shape {list(x.shape)} the shape {list(size)} by resize_, which shows its memory "
-            "anew. Make a new tensor, with reshape, a slice or torch.cat."
+            f"anew. Make a new tensor, with reshape, a slice or torch.cat.{'' if x.numel() else cold}"
         )
     return x
 

@@ -326,3 +326,77 @@ def test_a_momentum_after_none_is_not_none() -> None:
         theirs(x)
         torch.testing.assert_close(ours.running_mean, theirs.running_mean)
         torch.testing.assert_close(ours.running_var, theirs.running_var)
+
+
+class Switched(nn.Module):
+    """Observes while a flag of one element is on, which the step may write in many ways before it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_on", torch.ones(1, dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.is_on[0] == 1 else x * 3
+
+
+WRITES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "by index": lambda flag, x: flag.__setitem__(0, 0),
+    "by slice": lambda flag, x: flag[:].zero_(),
+    "a view": lambda flag, x: flag.view(()).fill_(0),
+    "all": lambda flag, x: flag.fill_(0),
+}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_branch_on_what_the_step_has_just_written_is_that_of_the_plain_step() -> None:
+    x = torch.ones(2)
+    for write in WRITES.values():
+        module = Switched()
+
+        def step(module: Switched, x: Tensor, write: Any = write) -> Tensor:
+            before = module(x)
+            write(module.is_on, x)
+            return before + module(x)
+
+        compiled = spmd.compile(step)
+        assert [compiled(module, x)[0].item() for _ in range(3)] == [5, 6, 6]
+
+    def by_data(module: Switched, x: Tensor) -> Tensor:
+        module.is_on[0] = x.sum() > 0
+        return module(x)
+
+    with pytest.raises(spmd.CaptureError, match="needs the value of a tensor"):
+        spmd.compile(by_data)(Switched(), x)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+def test_a_fake_quantizer_with_an_observer_of_its_own_is_that_of_the_plain_step() -> None:
+    """It observes for two calls, and its first finds nothing observed before."""
+    from torch.ao import quantization
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+        model.qconfig = quantization.QConfig(  # type: ignore[assignment]
+            activation=quantization.default_fake_quant, weight=quantization.default_weight_fake_quant
+        )
+        return quantization.prepare_qat(model.train())
+
+    def step(model: nn.Module, x: Tensor, is_late: bool) -> Tensor:
+        if is_late:
+            model.apply(quantization.disable_observer)
+        y: Tensor = model(x)
+        y.square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+        model.zero_grad()
+        return y.detach()
+
+    plain, model = build(), build()
+    compiled = spmd.compile(step)
+    for k in range(4):
+        x = torch.randn(4, 3) * (k + 1)
+        torch.testing.assert_close(compiled(model, x, k > 1), step(plain, x, k > 1))
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())

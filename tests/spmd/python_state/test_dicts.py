@@ -278,7 +278,6 @@ def trained_by_parameter(rank: int, world: int, mode: Any, by_id: bool) -> None:
     "mode, by_id",
     [
         (spmd.DataParallel("replicate", shard_optimizer=True), True),
-        (spmd.DataParallel("replicate"), False),
         (spmd.DataParallel("fully_shard"), False),
     ],
 )
