@@ -21,7 +21,7 @@ from .einsum_labels import EQUAL, WHOLE, Dims, aligned, arguments, option, optio
 from .optional_ops import aten
 from .registry import rule
 from .sequences import gathered_keys, ring
-from .sequences.kernels import MASKS, ON_CPU
+from .sequences.kernels import MASKS, ON_CPU, finds_gradient_of_mask
 
 HEADS, QUERIES = "bh..", "bht."
 Form = Literal["gather", "ring", "heads"]
@@ -114,7 +114,7 @@ _PARTS = (S(2), Mirrored(2, 1))  # of queries, whose places in the whole the pro
 def _in_a_ring(call: OpCall, found: list[Option], local: Local, sends: Sends) -> list[Option]:
     """For options that gather keys, those that pass them around; none with a mask that has a gradient."""
     rows = call.arg("key").shape[2]
-    if (any(call.results[3:]) and _mask(call, HEADS)) or not call.fills(rows) or not ring.reads_masks(call):
+    if finds_gradient_of_mask(call) or not call.fills(rows) or not ring.reads_masks(call):
         return []
     parts = _PARTS if rows == call.arg("query").shape[2] else _PARTS[:1]
     split = [o.results[0] for o in found if o.name == GATHER and o.results[0] in parts]

@@ -93,6 +93,8 @@ def _linear(first: Fact | None, second: Fact | None, sign: int) -> Line | None:
     """The sum of two lines, or their difference."""
     if not (isinstance(first, Line) and isinstance(second, Line)) or first.absolute or second.absolute:
         return None
+    if not (float(first.offset).is_integer() and float(second.offset).is_integer()):
+        return None
     plus, minus = (second.plus, second.minus) if sign == 1 else (second.minus, second.plus)
     added, taken = ([dim for dim in dims if dim is not None] for dims in ((first.plus, plus), (first.minus, minus)))
     if len(added) > 1 or len(taken) > 1 or (added and added == taken):
@@ -119,7 +121,7 @@ def _comparison(low: float, high: float) -> Callable[[OpCall, Info], Fact | None
             return None
         bounds = low, high
         if first.absolute:
-            if low > -inf or second != Line(offset=second.offset):
+            if low > -inf or second != Line(offset=second.offset) or not float(second.offset).is_integer():
                 return None
             first, second, bounds = replace(first, absolute=False), Line(), _around(second.offset + high)
         less = _linear(first, second, -1)

@@ -8,7 +8,20 @@ import torch
 
 from ...placements import mirrored_pieces
 from ..base import LocalPart, OpCall, Parts, Run
-from .kernels import ALIGNED_TO, ON_CPU, SAVED, Kernel, Keys, added, band_of, fewest, grad_of, joined, padded
+from .kernels import (
+    ALIGNED_TO,
+    ON_CPU,
+    SAVED,
+    Kernel,
+    Keys,
+    added,
+    band_of,
+    fewest,
+    finds_gradient_of_mask,
+    grad_of,
+    joined,
+    padded,
+)
 
 aten = torch.ops.aten
 
@@ -64,7 +77,7 @@ def to_all_keys_backward(run: Run, call: OpCall, args: tuple[Any, ...], parts: P
 
 def hides_by_position(call: OpCall) -> bool:
     """Whether a mask is known to hide keys by their distance from the query, and has no gradient."""
-    return band_of(call) is not None and not any(call.results[3:])
+    return band_of(call) is not None and not finds_gradient_of_mask(call)
 
 
 class Window(NamedTuple):

@@ -156,6 +156,11 @@ def added(run: Run, first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
     return [run(aten.add.Tensor, pair) for pair in zip(first, second, strict=True)]
 
 
+def finds_gradient_of_mask(call: OpCall) -> bool:
+    """Whether a call is the backward of attention that also gives the gradient of a bias."""
+    return call.arg("logsumexp") is not None and any(call.results[3:])
+
+
 def band_of(call: OpCall) -> Band | None:
     """The band of keys around each query that the mask of a call shows."""
     masks = [call.arg(name) for name in MASKS]

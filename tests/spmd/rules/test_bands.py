@@ -75,6 +75,8 @@ def test_what_is_derived_is_true(name: str) -> None:
     lambda i, j, d: d[:ROWS, None] >= d,
     lambda i, j, d: (i >= j) | (d == 1),
     lambda i, j, d: 2 * i >= j,
+    lambda i, j, d: j - i > -2.5,
+    lambda i, j, d: (j - i).abs() < 2.5,
     lambda i, j, d: window(i, j, d)[:, 1:],
     lambda i, j, d: (i >= j).mT,
     lambda i, j, d: torch.zeros(ROWS, KEYS).masked_fill(i >= j, -inf),
