@@ -488,10 +488,11 @@ def attention() -> Iterator[tuple[Any, ...]]:
     for rows in (5, 12, 16):  # of which two, three and four ranks may have an early and a late run
         q, grad = f(4, 6, rows, 8), f(4, 6, rows, 8)
         few = f(4, 2, rows, 8)  # keys and values have fewer heads
-        for causal in (True, False):
-            out, lse = getattr(torch.ops.aten, name)(q, few, few, 0.0, causal)
-            yield name, q, few, few, 0.0, causal
-            yield f"{name}_backward", grad, q, few, few, out, lse, 0.0, causal
+        for causal, mask in ((True, None), (False, None), (False, f(rows, rows))):
+            more = {"attn_mask": mask}
+            out, lse = getattr(torch.ops.aten, name)(q, few, few, 0.0, causal, **more)
+            yield name, q, few, few, 0.0, causal, more
+            yield f"{name}_backward", grad, q, few, few, out, lse, 0.0, causal, more
     yield from attention_on_gpu()
 
 
