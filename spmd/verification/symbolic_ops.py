@@ -21,8 +21,9 @@ from passes.update.optimizer_kernels import Kernel
 
 from .._torch import OpOverload, tree_flatten, tree_map
 from ..rules.pointwise import LINEAR
-from . import symbolic_attention, symbols
-from .symbolic_updates import UPDATES, WITH_ROOTS, described, new_values
+from . import symbols
+from .symbolic import attention
+from .symbolic.updates import UPDATES, WITH_ROOTS, described, new_values
 
 aten = torch.ops.aten
 Results = list[Any]
@@ -91,8 +92,8 @@ def computed(op: OpOverload) -> Computed | None:
     name, space = schema(op).name, op.namespace
     if is_view(op) or (name in _MOVES and space in _SPACES):
         return moved
-    if space == "aten" and name in symbolic_attention.COMPUTED:
-        return symbolic_attention.COMPUTED[name]
+    if space == "aten" and name in attention.COMPUTED:
+        return attention.COMPUTED[name]
     if space != "aten" or has(op, Trait.RANDOM):
         return None
     if op in _LISTED:
@@ -109,7 +110,7 @@ def computed(op: OpOverload) -> Computed | None:
 def hashed(op: OpOverload, results: Results, args: Any, kwargs: Any) -> list[Tensor]:
     """Those of the results that are hashes, and not computed in the field."""
     name = schema(_LISTED.get(op, op)).name
-    if symbolic_attention.merges(name, _present(op, _named(op, args, kwargs))):
+    if attention.merges(name, _present(op, _named(op, args, kwargs))):
         return []
     if name in UPDATES:
         return symbols.tensors_of(results[0]) if name in WITH_ROOTS else []
@@ -144,7 +145,7 @@ def _padded(sizes: Sizes, op: OpOverload, x: Tensor, pads: Sequence[int], value:
     inside = op(torch.ones(x.shape, dtype=torch.int64), pads, 0).bool()
     dtype = symbols.dtype_of(x)
     outside, mark = symbols.symbol(value), 0 if dtype is None else symbols.mark_of(dtype)
-    if symbolic_attention.merges("add", {"self": x}) and value <= -symbolic_attention.NEVER:
+    if attention.merges("add", {"self": x}) and value <= -attention.NEVER:
         outside, mark = torch.tensor(0), mark | symbols.LOGARITHM
     padded = torch.where(inside, op(found.contiguous(), pads, 0), outside)
     return [symbols.elements(padded, op(marks.contiguous(), pads, mark))]
@@ -217,8 +218,8 @@ def _stand_in(x: Tensor, device: str, shape: Sequence[int] | None = None) -> Any
 def _elementwise(sizes: Sizes, op: OpOverload, named: dict[str, Any], dtype: torch.dtype) -> Tensor:
     """An op on tensors that broadcast, and on numbers."""
     name, given = schema(op).name, _present(op, named)
-    if symbolic_attention.merges(name, given):
-        found, mark = symbolic_attention.merged(name, given)
+    if attention.merges(name, given):
+        found, mark = attention.merged(name, given)
         return symbols.elements(found, symbols.mark_of(dtype) | mark)
     if name not in ("copy", "_to_copy"):
         given = {k: symbols.without_logarithms(v) if symbols.tensors_of(v) else v for k, v in given.items()}

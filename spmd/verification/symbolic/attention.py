@@ -14,9 +14,9 @@ from torch import Tensor
 
 from passes.ir.schemas import schema
 
-from .._torch import OpOverload
-from . import symbols
-from .symbols import LOGARITHM, inverse, matmul, minus, number, over, plus, times
+from ..._torch import OpOverload
+from .. import symbols
+from ..symbols import LOGARITHM, inverse, matmul, minus, number, over, plus, times
 
 _ONE = torch.tensor(number(1))
 NEVER = 1e30  # of this difference, the exponential is zero

@@ -12,7 +12,7 @@ from passes.ir.schemas import schema
 from passes.update.optimizer_kernels import COUNT, Kernel, kernel_of, kernels
 from passes.update.terms import evaluate, has
 
-from .symbols import minus, number, over, plus, power, symbol, times
+from ..symbols import minus, number, over, plus, power, symbol, times
 
 UPDATES = {schema(kernel.op).name for kernel in kernels()}
 """The names of the ops."""
