@@ -233,6 +233,19 @@ def test_unmodified_models_of_transformers(name: str, attention: str, given: Any
     assert verified(arguments, step=train_packed)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_an_encoder_of_transformers_with_local_layers() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
+    local = {"num_attention_heads": 4, "local_attention": 4, "global_attn_every_n_layers": 2}
+    model = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**sizes, **local)).double()
+    x = torch.randint(1, 16, (2, 8))
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), x, torch.arange(8).expand(2, 8)
+    assert verified(given, step=train_packed)
+
+
 LENGTHS: dict[int, dict[Any, int]] = {2: {"ring": 8, "gather": 7}, 4: {"ring": 8}}  # by ranks; 7 has no equal parts
 
 
