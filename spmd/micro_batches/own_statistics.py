@@ -14,7 +14,8 @@ from torch import fx
 from torch.distributed.tensor import Replicate
 
 from passes import Collective, Kind, PartitionError, Phase, Program, Role
-from passes.ir.collectives import WAIT, c10d
+from passes.analysis.reachability import ancestors
+from passes.ir.collectives import WAIT, c10d, group_of, is_collective
 from passes.ir.edit import insert_before
 
 from .accumulate import TIME
@@ -23,18 +24,23 @@ from .lines import described
 aten = torch.ops.aten
 
 
-def keep_own(program: Program, sums: Collection[fx.Node], early: Collection[fx.Node], count: int) -> None:
-    """Let ``early``, and those of ``sums`` that values are computed from together with them, be those of each run."""
-    own = set(early)
+def keep_own(
+    program: Program, sums: Collection[fx.Node], early: Collection[fx.Node], joined: Collection[fx.Node], count: int
+) -> None:
+    """Let ``early``, and those of ``sums`` that values are computed from together with them, be those of each run.
+
+    ``joined``: rows that each run returns.
+    """
+    own, inside = set(early), ancestors([*(node for node in program.graph.nodes if _is_in_time(node)), *joined])
+    reached = _reached(program.graph, sums, inside)
     while True:
-        reached = _reached(program.graph, sums)
         met = (reached[node] for node in program.graph.nodes if node not in sums and not reached[node].isdisjoint(own))
         more = own.union(*met)
         if more == own:
             break
         own = more
     for value in list(program.graph.nodes):
-        readers = [reader for reader in value.users if _leaves(value, reader)]
+        readers = [reader for reader in value.users if _leaves(value, reader, inside)]
         if readers and not reached[value].isdisjoint(own):
             _average(value, readers, count)
     for node in own:
@@ -44,21 +50,27 @@ def keep_own(program: Program, sums: Collection[fx.Node], early: Collection[fx.N
     program.notes = [*program.notes, note]
 
 
-def _reached(graph: fx.Graph, sums: Collection[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+def _is_in_time(node: fx.Node) -> bool:
+    return is_collective(node) and group_of(node) == TIME
+
+
+def _reached(graph: fx.Graph, sums: Collection[fx.Node], inside: Collection[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     """The sums that each node is computed from in its run."""
     found: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
-        given = (found[each] for each in node.all_input_nodes if not _leaves(each, node))
+        given = (found[each] for each in node.all_input_nodes if not _leaves(each, node, inside))
         found[node] = {node} if node in sums else set[fx.Node]().union(*given)
     return found
 
 
-def _leaves(value: fx.Node, reader: fx.Node) -> bool:
-    """Whether ``reader`` comes after the runs: it reads a whole gradient, updates, or is the end of the program."""
+def _leaves(value: fx.Node, reader: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether ``reader`` comes after the runs: it updates, is the end, or reads a gradient that no run needs there."""
     placement = value.meta.get("placement")
     if not placement or placement[-1] != Replicate():
         return False
-    return "grad_of" in value.meta or reader.op == "output" or reader.meta.get("phase") is Phase.UPDATE
+    if "grad_of" in value.meta and reader not in inside:
+        return True
+    return reader.op == "output" or reader.meta.get("phase") is Phase.UPDATE
 
 
 def _average(value: fx.Node, readers: Sequence[fx.Node], count: int) -> None:

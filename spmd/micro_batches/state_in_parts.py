@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import AxisRole, Input, Mesh, Output, OutputKind, Program, Role
+from passes import AxisRole, Input, Mesh, Output, OutputKind, PartitionError, Program, Role
 from passes.ir.program import Placements, is_sharded
 
 from ..partitioner.emit import Emitter
@@ -22,6 +22,7 @@ from ..partitioner.redistribute import Reason
 from ..partitioner.values import Value
 from ..placements import local_shape
 
+aten = torch.ops.aten
 _STATE = (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.GRADIENT, Role.BUFFER)
 
 
@@ -54,6 +55,11 @@ def keep_parts(program: Program, plan: Plan) -> None:
 def _gather(emitter: Emitter, node: fx.Node, declared: Input, placed: Placements) -> None:
     """Let the readers of ``node``, from here on a part, read the whole."""
     whole, readers = node.meta["val"], list(node.users)
+    if not whole.is_contiguous():  # it would be gathered into memory in another order, for which kernels differ
+        raise PartitionError(
+            f'expected {declared.name} to be contiguous with bits="same" where state is split, but it has the strides '
+            f"{whole.stride()}: make it contiguous before the first step, or keep it whole"
+        )
     of = Value.of(node, whole, placed, node, frozenset())
     with whole.fake_mode:
         node.meta["val"] = torch.empty(
@@ -66,6 +72,10 @@ def _gather(emitter: Emitter, node: fx.Node, declared: Input, placed: Placements
     with emitter.graph.inserting_before(min(readers)):
         reason = Reason(declared.role, "before use", (declared.name,))
         gathered = emitter.redistributed(of, declared.placement, reason)
+        if any(isinstance(p, Shard) and p.dim for p in placed) and gathered is not node:
+            # Surely contiguous, or no kernel of an optimizer takes it, and others round otherwise.
+            gathered = emitter.call(aten.clone.default, (gathered,), {"memory_format": torch.contiguous_format}, node)
+            gathered.meta["placement"] = declared.placement
     if gathered is not node:
         gathered.meta["part_of"] = declared.name
     for reader in readers:

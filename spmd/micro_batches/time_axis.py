@@ -121,7 +121,8 @@ class _Shares:
         own = of_activations(self.program, ahead) if self.keeps_own else []
         if own:
             given = [node for node in ahead if node not in own]
-            keep_own(local, [node for node in sums if node not in given], own, self.count)
+            others = [node for node in sums if node not in given]
+            keep_own(local, others, own, _values(local, joined), self.count)
             sums = sums_in_time(local)
             ahead = early(local.graph, sums, _values(local, joined))
         if self.levels:

@@ -264,6 +264,27 @@ def test_what_needs_other_rows_is_an_error_at_its_line(step: Any, model: nn.Modu
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"micro_batches": 3, "statistics": "per_micro_batch"}, "takes micro-batches of equal size, but x has 10 rows"),
+        (
+            {"bits": "same", "virtual": 2, "reduce_dtype": torch.float32},
+            "expected gradients to be reduced in their own",
+        ),
+        (
+            {"bits": "same", "virtual": 2, "parallel_style": "fully_shard", "gather_dtype": torch.float32},
+            "expected no gather_dtype",
+        ),
+    ],
+)
+def test_options_that_would_change_numbers(options: dict[str, Any], expected: str) -> None:
+    compiled = spmd.compile(regress, parallel_mode=spmd.DataParallel(**options))
+    with pytest.raises(spmd.PartitionError, match=expected):
+        compiled(LINEAR, torch.optim.SGD(LINEAR.parameters()), *batch(10))
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_row_that_knows_its_place_is_right_or_an_error() -> None:
     try:
         assert verified(numbers_rows, LINEAR, parallel_style="replicate", micro_batches=3)
@@ -369,10 +390,12 @@ def test_verify_catches_what_is_wrong_in_micro_batches(step: Callable[..., Any],
     assert not found and type(wrong).__name__ in str(found)
 
 
-def normed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Gradients are left, and so are running statistics."""
+def normed(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = F.mse_loss(model(x), y)
     loss.backward()
+    if optimizer is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
     return loss
 
 
@@ -385,7 +408,7 @@ def with_norms() -> nn.Sequential:
 def statistics_of_parts(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, nn.Module]:
     """Each micro-batch by the plain step from the same state; then the means of losses, gradients and statistics."""
     models = [with_norms() for _ in parts]
-    losses = [normed(model, *part) for model, part in zip(models, parts, strict=True)]
+    losses = [normed(model, None, *part) for model, part in zip(models, parts, strict=True)]
     mean, rows = models[0], len(parts[0][0])
     for name, buffer in mean.named_buffers():
         if buffer.is_floating_point():
@@ -396,6 +419,8 @@ def statistics_of_parts(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, nn.
     for name, parameter in mean.named_parameters():
         gradients = [dict(model.named_parameters())[name].grad for model in models]
         parameter.grad = torch.stack([each for each in gradients if each is not None]).mean(0)
+    nn.utils.clip_grad_norm_(mean.parameters(), 0.1)
+    torch.optim.SGD(mean.parameters(), lr=0.1).step()
     return torch.stack(losses).mean(), mean
 
 
@@ -404,7 +429,7 @@ def with_statistics_of_parts(rank: int, world: int) -> None:
     mode = spmd.DataParallel(micro_batches=3, statistics="per_micro_batch")
     model, (x, y) = with_norms(), batch(24)
     own = (x.chunk(world)[rank], y.chunk(world)[rank])
-    loss = spmd.compile(normed, parallel_mode=mode)(model, *own)
+    loss = spmd.compile(normed, parallel_mode=mode)(model, torch.optim.SGD(model.parameters(), lr=0.1), *own)
     of_ranks = [
         list(zip(*(each.chunk(3) for each in pair), strict=True))
         for pair in zip(x.chunk(world), y.chunk(world), strict=True)
@@ -415,6 +440,7 @@ def with_statistics_of_parts(rank: int, world: int) -> None:
     for one, other in zip(model.buffers(), mean.buffers(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
     for one, other in zip(model.parameters(), mean.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 import spmd
@@ -65,6 +65,14 @@ def small() -> nn.Module:
     return nn.Sequential(
         nn.Embedding(CONFIG.vocabulary, 11), nn.Linear(11, 37), nn.GELU(), nn.LayerNorm(37), nn.Linear(37, 256)
     )
+
+
+def fits(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 
 
 def build(optimizer: str, make: Any = None) -> tuple[nn.Module, Any]:
@@ -261,6 +269,20 @@ def test_verify_compares_bits(style: Any, world: int) -> None:
     step = spmd.compile(train, parallel_mode=mode(style))
     verdict = spmd.verify(step, *build("AdamW", small), *rows(0), drop=0.3, world=world, steps=2, bits=True)
     assert verdict and "one rank, to the last bit" in str(verdict)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parts_of_the_last_dim_have_the_same_bits() -> None:
+    """They are gathered by other ops, behind which the same kernel updates."""
+    model, optimizer = build("AdamW", partial(nn.Linear, 5, 67))
+    spmd.fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    x = torch.randn(16, 5)
+    step = spmd.compile(fits, parallel_mode=mode("fully_shard"))
+    assert spmd.verify(step, model, optimizer, x, world=2, steps=2, bits=True)
+    turned = nn.Linear(5, 67)
+    turned.weight.data = turned.weight.data.t().contiguous().t()
+    with pytest.raises(spmd.PartitionError, match=r"expected model\.weight to be contiguous"):
+        spmd.compile(fits, parallel_mode=mode("fully_shard"))(turned, torch.optim.SGD(turned.parameters()), x)
 
 
 @pytest.mark.usefixtures("alone")
