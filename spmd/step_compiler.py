@@ -131,7 +131,7 @@ class StepCompiler:
         with stages.stage("cache") if options.cache_option.folder else stages.explained("finding an entry"):
             why = self._dispatch.why_not_cached(call)
             lookup = look_up(name, self._function, call, options, live, why, agreement)
-            made = self._from_entry(lookup, call, agreement)
+            made = self._from_entry(lookup, call, agreement, stages, dump)
         if made is None:
             made = self._make(call, agreement, stages, dump, lookup, shared, notes)
         captured, local, state = made.captured, made.local, made.state
@@ -210,7 +210,7 @@ class StepCompiler:
         choosing = self._choosing(pipeline, agreement, stages)
         with stages.stage("passes"), DisableAutocast(), choosing as pipeline:
             program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
-        lookup.verify(captured, program)
+        lookup.verify(captured, local, program)
         return Made(captured, reads, any_size, local, added, state, pipeline, program, parts)
 
     def _fitted(
@@ -245,23 +245,28 @@ class StepCompiler:
                     "in DDP"
                 )
 
-    def _from_entry(self, lookup: Lookup, call: Call, agreement: Agreement) -> Made | None:
-        """What an entry of the cache makes of a call; None if there is none, or live state lies otherwise."""
+    def _from_entry(
+        self, lookup: Lookup, call: Call, agreement: Agreement, stages: CompilePhases, dump: Dump
+    ) -> Made | None:
+        """What an entry of the cache makes of a call; None if there is none. Passes run where state lies otherwise."""
         warm, pipeline = lookup.warm, self._options.pipeline
         if warm is None or lookup.verifies:
             return None
-        captured, local = warm.captured, warm.partitioned
+        captured, local, program, entry = warm.captured, warm.partitioned, warm.program, warm.number
         if Fact.STORAGE in facts_of(pipeline):
             found = storage_facts(local.inputs, call.slots, agreement.all_gather_text)
             if found != (local.stored, local.fixed):
-                return None
+                local.stored, local.fixed = found
+                with DisableAutocast():
+                    program, _ = self._options.run(local, pipeline, stages.noting(local, dump.on_pass))
+                entry = ""  # ranks compare what they made
         check_memory(captured.program, call, captured.carried, captured.constants)
         agreement.check_captured(text_of(captured, call, warm.number))
         self._dispatch.numbers.note_fixed(lookup.live, captured)
         for name, flags in warm.flags.items():
             vars(call.given.optimizers[name]).update(flags)
         state = prepare(call, local.inputs)
-        return Made(captured, warm.reads, None, local, {}, state, pipeline, warm.program, None, warm.number)
+        return Made(captured, warm.reads, None, local, {}, state, pipeline, program, None, entry)
 
     def _deferred(
         self,

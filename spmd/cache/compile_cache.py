@@ -39,6 +39,7 @@ from .surroundings import functions, same_functions, surroundings
 
 _PROGRAMS = ("captured", "partitioned", "final")
 _TRIED = 8  # entries of one key that a call is compared with
+_OF_SIZES = ("leaves", "inputs")  # facts of a call that have the sizes of its arguments
 _READ = (NotCachedError, RefusedFolderError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 _UNDESCRIBED = (NotCachedError, RuntimeError)  # torch has no contents for some tensors, and Python an end of recursion
 
@@ -73,6 +74,7 @@ class Lookup:
     names: Mapping[int, str] = field(default_factory=dict)
     functions: Mapping[str, Any] = field(default_factory=dict)
     found: dict[str, Warm] = field(default_factory=dict)
+    _context: str = ""  # the key without sizes
     _flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     _slots: list[str] = field(default_factory=list)
     _data: dict[str, Any] = field(default_factory=dict)
@@ -101,8 +103,8 @@ class Lookup:
             if [slot.input.name for slot in self.call.slots] != self._slots:
                 raise NotCachedError("the step leaves some of the optimizer's state alone, or begins without it")
             trace = self._trace(captured, reads) if isinstance(reads, Reads) else any_size.trace if any_size else {}
-            if not trace:
-                raise NotCachedError("the trace that serves its sizes was not kept")
+            if trace.get("context") != self._context:  # guards of this process do not look at all that a key has
+                raise NotCachedError("the trace that serves its sizes was not kept, or torch's switches changed since")
             if any_size is not None:
                 any_size.trace.update(trace)
             self._data = {name: trace[name] for name in ("reads", "functions", "flags")}
@@ -115,7 +117,8 @@ class Lookup:
         data, _ = reads_to_data(reads, self.function, self.call.given.leaves, self.names)
         flags, constants = _changed_flags(self._flags, _flags_of(self.call)), captured.constants
         constants_as_data = [constant_to_data(each, reads) for each in constants]
-        return {"reads": data, "functions": self.functions, "flags": flags, "constants": constants_as_data}
+        found = {"reads": data, "functions": self.functions, "flags": flags, "constants": constants_as_data}
+        return {**found, "context": self._context}
 
     def _values(self, captured: Captured) -> list[Any]:
         live = {*captured.carried.leaves, *captured.carried.unread}
@@ -136,8 +139,8 @@ class Lookup:
             program.notes.append(f"not kept for later processes: {self.why}")
 
     def store(self) -> None:
-        """Write an entry, unless there is a reason not to. What the file system refuses is warned of."""
-        if self.folder is None or self.why or not self._data:
+        """Write an entry, unless there is one, or a reason not to. What the file system refuses is warned of."""
+        if self.folder is None or self.why or not self._data or self.warm is not None:
             return
         files = {f"{name}.json": _bytes(data) for name, data in self._data.items()}
         files["program.py"] = self._text.encode()  # for people; nothing reads it
@@ -146,15 +149,17 @@ class Lookup:
         except OSError as error:
             warn_user(f"a compiled step cannot be kept for later processes: {error}. Training goes on")
 
-    def verify(self, captured: Captured, program: Program) -> None:
+    def verify(self, captured: Captured, local: Program, program: Program) -> None:
         """Raise ``SpmdError``, with the line, if the entry that was found is not what was compiled now.
 
-        What was made from a trace of any size may have other names of nodes, so that its captured ops decide.
+        What was made from a trace of any size may have other names of nodes, so that its captured ops decide. Passes
+        would run anew on an entry for state that lay otherwise.
         """
         if self.warm is None or not self.verifies:
             return
-        own = self.warm.captured
-        for was, now in ((own.program, captured.program), (self.warm.program, program)):
+        own, stored = self.warm.captured, self.warm.partitioned
+        pairs = [(own.program, captured.program), (self.warm.program, program)]
+        for was, now in pairs if (stored.stored, stored.fixed) == (local.stored, local.fixed) else pairs[:1]:
             found = _first_difference(print_program(replace(was, name=now.name)), print_program(now))
             if found and own.is_of_one_size is not captured.is_of_one_size and captured_the_same(own, captured):
                 return
@@ -207,8 +212,11 @@ def _find(lookup: Lookup, name: str, options: Options, folder: Path, live: Carri
         lookup._flags = _flags_of(call)
         lookup._slots = [slot.input.name for slot in call.slots]
         describer = Describer(lookup.names)
-        facts = facts_of_call(name, lookup.function, call, options, live.leaves, describer)
-        lookup.key = digest_of([facts, surroundings()])
+        step, _, _ = name.rpartition("/")  # the program's number says in which order calls came
+        facts = facts_of_call(step, lookup.function, call, options, live.leaves, describer)
+        around = surroundings()
+        lookup.key = digest_of([facts, around])
+        lookup._context = digest_of([{k: v for k, v in facts.items() if k not in _OF_SIZES}, around])
     except _UNDESCRIBED as error:
         lookup.why = str(error)
         return
@@ -220,6 +228,8 @@ def _find(lookup: Lookup, name: str, options: Options, folder: Path, live: Carri
     for entry in own[:_TRIED]:
         try:
             warm = _bind(lookup, lookup.folder, entry)
+            for program in (warm.captured.program, warm.partitioned, warm.program):
+                program.name = name
             lookup.found[warm.number] = warm
         except _READ as error:
             lookup.missed = lookup.missed or f"{error}" or type(error).__name__

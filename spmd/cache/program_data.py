@@ -81,7 +81,7 @@ class StoredProgram(Program):
 
     read_graph: Callable[[], fx.GraphModule]
     assigned: str | None = None
-    stored_nodes: int
+    stored_nodes: int = 0
     _assignment: Any = None
 
     @property

@@ -15,6 +15,8 @@ from ...python_state.effects.writes import Write
 from ..captured import Captured, FromOutput
 from .specialize import is_whole_slice
 
+_KINDS: dict[type, type] = {torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool}
+_KINDS |= {kind: kind for kind in (float, int, bool)}
 _PLAIN = (FromOutput, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -130,11 +132,16 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _described_val(node: fx.Node) -> Any:
-    """The shapes, strides and dtypes of a result; a dim of one element may have any stride."""
+    """The shapes, strides and dtypes of a result; a dim of one element may have any stride.
+
+    Programs of the cache have the value that a number had which each call reads, and no objects.
+    """
     val = node.meta.get("val")
     tensors = val if isinstance(val, (tuple, list)) else [val]
     return [
-        (tuple(each.shape), _strides(each), each.dtype, each.device) if isinstance(each, torch.Tensor) else type(each)
+        (tuple(each.shape), _strides(each), each.dtype, each.device)
+        if isinstance(each, torch.Tensor)
+        else _KINDS.get(type(each))
         for each in tensors
     ]
 
