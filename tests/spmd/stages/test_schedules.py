@@ -149,6 +149,8 @@ def test_the_report_has_a_lane_for_each_rank(tmp_path: Path) -> None:
     assert report.estimated is not None and 0.1 < report.bubble < 0.9
     assert report.memory["cpu"].peak == report.lanes[0].peak
     assert "pp=1" in str(report) and Report.from_dict(json.loads(json.dumps(report.to_dict()))).lanes == report.lanes
+    report.save(tmp_path / "report.html")
+    assert '["forward.0 of 3", "pp=0", ' in (tmp_path / "report.html").read_text().replace("\\u0022", '"')
     report.trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"forward.0 of 3", "backward.1 of 0", "update.1"} <= {each["name"] for each in events}
