@@ -59,8 +59,8 @@ def _type(node: fx.Node) -> Any:
 
 def _divide(local: Program, grown: fx.Node, accumulator: fx.Node) -> None:
     """Let ``accumulator`` have the first of two terms, and a new one the second."""
-    added, last = _added(grown), grown.args[1]
-    assert added is not None, "it is a sum of two"
+    added: Any = _added(grown)
+    last: Any = grown.args[1]
     first, second = added.args
     pairs = list(zip(local.output_values(), local.outputs, strict=True))
     declared = dict(zip(local.placeholders, local.inputs, strict=True))[accumulator]
