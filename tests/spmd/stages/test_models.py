@@ -90,7 +90,7 @@ def verified(step: Any, *arguments: Any, mesh: dict[str, int], steps: int = 2, *
     assert verdict, verdict
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(3, "zb-h1"), (4, "1f1b")])
+@pytest.mark.parametrize(("stages", "schedule"), [(3, "zb-h1"), pytest.param(4, "1f1b", marks=pytest.mark.exhaustive)])
 def test_an_encoder_and_a_decoder(stages: int, schedule: str) -> None:
     """torchtitan#2972 (scale), #596 and pytorch#162638 (norm), #4312 (skips), Megatron-LM#299 (tied)."""
     torch.manual_seed(0)
@@ -139,14 +139,41 @@ def test_a_unet_with_two_optimizers_and_a_scaler() -> None:
     verified(two_optimizers, model, optimizers, scaler, *images, mesh={"pp": 2}, stages=["up"])
 
 
-def test_rows_that_micro_batches_do_not_divide() -> None:
-    """pytorch#126600: 10 rows in 4 micro-batches become 5."""
+class Tied(nn.Module):
+    """Two layers between an embedding and itself as the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
+        self.a, self.b, self.head.weight = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.b(torch.tanh(self.a(self.tokens(x))))))
+
+
+def rows(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    logits = model(x)
+    each = F.cross_entropy(logits.transpose(1, 2), y, reduction="none").mean(1)
+    each.mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"logits": logits.detach(), "each": each.detach(), "right": logits.argmax(-1) == y}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "micro_batches"),
+    [({"pp": 2}, {"stages": "pp"}, 4), ({"pp": 2, "dp": 2}, {"stages": "pp", "batch": "dp"}, 5)],
+)
+def test_rows_are_returned(mesh: dict[str, int], axes: dict[str, str], micro_batches: int) -> None:
+    """pytorch#126600: 10 rows, which 4 micro-batches do not divide, become 5. All ranks get all rows that they pass."""
     torch.manual_seed(0)
-    model = EncoderDecoder().double()
+    model = Tied().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    verified(translate, model, optimizer, *pairs(10), mesh={"pp": 2}, micro_batches=4, schedule="gpipe")
+    mode = {"axes": axes, "micro_batches": micro_batches, "stages": ["b"], "schedule": "gpipe"}
+    verified(rows, model, optimizer, *pairs(10), mesh=mesh, **mode)
 
 
+@pytest.mark.exhaustive
 def test_stages_beside_rows_and_tensors() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
