@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import spmd
+from tests.models.catalog import ENTRIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 TOKENS, WIDTH = 11, 8
@@ -193,3 +194,23 @@ def regress(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> tuple[Ten
     optimizer.step()
     optimizer.zero_grad()
     return loss, norm
+
+
+def of_transformers(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "schedule"), [("Llama", "1f1b"), ("T5", "zb-h1")])
+def test_models_of_transformers_as_they_are(name: str, schedule: str) -> None:
+    """pytorch#184361: positions are buffers that no stage owns, and T5 reads its encoder in all blocks."""
+    torch.manual_seed(0)
+    entry = next(each for each in ENTRIES if each.name == name)
+    model, batch = entry.build(), entry.batch(torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    verified(of_transformers, model, optimizer, batch, mesh={"pp": 2}, schedule=schedule)

@@ -190,10 +190,11 @@ def moved(program: Program, by: int, rank: int, ranks: int) -> Program:
     return made
 
 
-def test_the_proof_of_1024_ranks_takes_seconds() -> None:
+@pytest.mark.parametrize("ranks", [64, pytest.param(1024, marks=pytest.mark.exhaustive)])
+def test_the_proof_of_many_ranks_takes_seconds(ranks: int) -> None:
     program = compiled(3, passes=()).program
     assert program is not None
-    bundle = many(program.stages, 1024, 2)
+    bundle = many(program.stages, ranks, 2)
     start = time.process_time()
     check_bundle(bundle)
     assert time.process_time() - start < 20
