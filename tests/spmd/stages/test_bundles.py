@@ -247,7 +247,7 @@ def returns_columns(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> T
         (step, {"schedule": "interleaved", "micro_batches": 3}, 6, "a multiple of 2"),
         (step, {}, 1, "two or more rows"),
         (step, {"schedule": "interleaved", "stages": None}, 6, "a multiple of 2"),  # three parts of two rows
-        (returns_columns, {}, 8, "needs rows of all micro-batches at once"),
+        (returns_columns, {}, 8, "stages return rows that are dim 0"),
     ],
 )
 def test_steps_that_stages_cannot_run(function: Any, options: dict[str, Any], rows: int, message: str) -> None:
