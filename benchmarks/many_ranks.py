@@ -1,14 +1,14 @@
 """The estimated step of a Llama-like model on hundreds of H100s, compiled here on fake ranks; nothing of it runs.
 
     python -m benchmarks.many_ranks [--ranks 512] [--layers 32] [--width 4096] [--tokens 8192]
-    python -m benchmarks.many_ranks --ranks 1024 --width 1024 --experts 64 [--form sorted] [--certify 2]
+    python -m benchmarks.many_ranks --ranks 1024 --width 1024 --experts 64 [--form sorted]
 
 One GPU's share of a ``fully_shard`` step is compiled by the published figures of an H100 and of what connects eight of
 them in a host and the hosts. What is printed follows from those figures: no GPU was measured. The parameters are never
 written to, so that 8 billion of them take address space and no memory.
 
 With ``--experts`` the same net is compiled a second time, in which a mixture of so many takes the place of each feed
-forward network, split over groups of 8 ranks; ``--certify`` then certifies one of so many layers on as many ranks.
+forward network, split over groups of 8 ranks.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ VOCABULARY, HEAD = 32_000, 128  # tokens; features of an attention head
 class Attention(nn.Module):
     """Grouped-query attention: a key and a value for four queries."""
 
-    def __init__(self, width: int, head: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.head = head
         self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
         self.key, self.value = (nn.Linear(width, width // 4, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` and the result: (rows, tokens, width)."""
-        split = [each(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for each in (self.query, self.key, self.value)]
+        split = [each(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (self.query, self.key, self.value)]
         query, key, value = split[0], *(each.repeat_interleave(4, 1) for each in split[1:])
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
@@ -65,10 +64,10 @@ class Feed(nn.Module):
 class Block(nn.Module):
     """Attention, then a gated feed-forward network of 3.5 times the width, each after a norm."""
 
-    def __init__(self, width: int, head: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.before_attention, self.before_feed = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention = Attention(width, head)
+        self.attention = Attention(width)
         self.feed: nn.Module = Feed(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,21 +110,14 @@ class Mixture(nn.Module):
         return back * weights.sum(-1, keepdim=True)
 
 
-def llama(
-    layers: int,
-    width: int,
-    experts: int = 0,
-    form: str = "sorted",
-    vocabulary: int = VOCABULARY,
-    head: int = HEAD,
-) -> nn.Module:
+def llama(layers: int, width: int, experts: int = 0, form: str = "sorted") -> nn.Module:
     """The model in bfloat16; its parameters are not initialized."""
     with torch.device("meta"):
-        blocks = [Block(width, head) for _ in range(layers)]
+        blocks = [Block(width) for _ in range(layers)]
         for block in blocks if experts else ():
             block.feed = Mixture(width, experts, form)
-        last = nn.Linear(width, vocabulary, bias=False)
-        model = nn.Sequential(nn.Embedding(vocabulary, width), nn.Sequential(*blocks), nn.RMSNorm(width), last)
+        head = nn.Linear(width, VOCABULARY, bias=False)
+        model = nn.Sequential(nn.Embedding(VOCABULARY, width), nn.Sequential(*blocks), nn.RMSNorm(width), head)
     return model.bfloat16().to_empty(device="cpu")
 
 
@@ -149,7 +141,6 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--experts", type=int, default=0, help="of a mixture that is compiled beside it")
     parser.add_argument("--form", choices=("sorted", "capacity"), default="sorted", help="of the mixture")
-    parser.add_argument("--certify", type=int, default=0, help="layers of a mixture by capacity that is certified")
     options = parser.parse_args()
     dist.init_process_group("fake", rank=0, world_size=options.ranks, store=FakeStore())
     seconds = compiled(options, "", init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("dp",)))
@@ -159,8 +150,6 @@ def main() -> None:
         ratio = compiled(options, f" of {options.experts} experts, {options.form}", mesh, **EXPERTS) / seconds
         print(f"compiling the mixture took {ratio:.2f} times the seconds of the processor")
     dist.destroy_process_group()
-    if options.certify:
-        print(certified(options.ranks, options.certify, options.experts))
 
 
 def compiled(options: argparse.Namespace, kind: str, mesh: DeviceMesh, **roles: Any) -> float:
@@ -184,15 +173,6 @@ def compiled(options: argparse.Namespace, kind: str, mesh: DeviceMesh, **roles: 
     print(f"estimated step {found.seconds * 1e3:.0f} ms, of which {found.exposed * 1e3:.1f} ms", end=" ")
     print(f"({found.exposed / found.seconds:.1%}) are exposed communication")
     return seconds
-
-
-def certified(ranks: int, layers: int, experts: int) -> spmd.Certificate:
-    """The certificate of a narrow mixture, on all ranks."""
-    model = llama(layers, 16, experts, "capacity", vocabulary=16, head=4)
-    step = spmd.compile(parallel_mode=spmd.DataParallel("fully_shard", **EXPERTS))(train_step)
-    text = torch.zeros(ranks, 2, dtype=torch.long)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return spmd.certify(step, model, optimizer, text, text, world=ranks, mesh={"dp": ranks // GROUP, "ep": GROUP})
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes import Axis, AxisRole, Mesh, Phase
-from passes.ir.ops import Trait, has
 from passes.ir.program import Placements
 
 from ..placements import ByGroup, OwnRows
@@ -22,6 +22,7 @@ from .redistribution_steps import cost
 from .values import Value
 
 # Users split the model's weights as they want them; a weight is moved only if nothing else is possible.
+_ZEROS_LIKE = torch.ops.aten.zeros_like.default
 _WEIGHT_STAYS = 1000.0
 
 
@@ -55,9 +56,8 @@ class OptionCosts:
         )
         placed = list(zip(self.operands, option.operands, strict=True))
         moves = [
-            # Zeros are made where they are read (``materialize.py``).
             0.0
-            if self.experts and has(value.source.target, Trait.ZEROS)
+            if self.experts and _made_where_read(value, p)
             else move_cost(self._held(value), p, self.index, self.mesh, may_join)
             for value, p in placed
         ]
@@ -134,6 +134,12 @@ class OptionCosts:
         if self.index not in self.experts or not can_go or info is None or not isinstance(result, Partial):
             return 0.0
         return cost(result, Shard(0), info.nbytes, self.axis)
+
+
+def _made_where_read(value: Value, placement: Placement) -> bool:
+    """Whether zeros are made anew in a placement, rather than moved (``materialize.py``)."""
+    plain = all(type(p) in (Shard, Replicate) for p in value.primary)
+    return plain and value.source.target is _ZEROS_LIKE and isinstance(placement, (Partial, Replicate))
 
 
 def move_cost(value: Value, placement: Placement, index: int, mesh: Mesh, may_join: bool) -> float:

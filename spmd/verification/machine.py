@@ -23,7 +23,8 @@ from passes.runtime.arena import reserve, view_at, whole
 from passes.runtime.random import draw
 
 from .._torch import OpOverload, tree_flatten, tree_map
-from . import known_numbers, symbolic_ops, symbols
+from . import symbolic_ops, symbols
+from .routes import known_numbers
 from .symbolic_ops import Unknown, call_of, functional, is_tensor
 
 _NOT_COMPUTED = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"}

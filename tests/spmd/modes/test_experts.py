@@ -330,8 +330,8 @@ def test_rows_are_exchanged_where_that_moves_less(monkeypatch: pytest.MonkeyPatc
     slots = 1024 * 2 * 5 // 4
     kinds = [kind for kind, shape in shapes if shape[1:] == (WIDTH,) and len(shape) == 2 and shape[0] >= 1024]
     assert kinds == [Kind.ALL_TO_ALL] * 3
-    assert [shape for kind, shape in shapes if kind is Kind.ALL_TO_ALL] == [
-        *((slots, width) for width in (WIDTH, 1, WIDTH, WIDTH, 1)),
+    assert sorted(shape for kind, shape in shapes if kind is Kind.ALL_TO_ALL) == [
+        *((slots, width) for width in (1, 1, WIDTH, WIDTH, WIDTH)),
     ]
     products = [node for node in step.program.graph.nodes if "grouped_mm_fallback" in str(node.target)]
     assert {len(node.args[0].meta["val"]) for node in products} == {slots}

@@ -18,8 +18,8 @@ from passes.ir.ops import Trait, has
 from passes.ir.schemas import schema
 from passes.runtime.rooms import NAMESPACE as ROOMS
 
-from .._torch import OpOverload, tree_flatten, tree_map
-from . import symbols
+from ..._torch import OpOverload, tree_flatten, tree_map
+from .. import symbols
 
 Results = list[Any]
 

@@ -1,0 +1,1 @@
+"""What a certificate of a step with experts knows of the rows that go to them."""
