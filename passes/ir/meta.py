@@ -86,6 +86,7 @@ KEYS: tuple[Key, ...] = (
             _MICRO_BATCHES,
             _STAGES,
             _PLANNING,
+            "spmd/planning/recipes.py",
         ),
         Relation.HELPER,
     ),

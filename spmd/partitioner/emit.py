@@ -106,8 +106,11 @@ class Emitter:
         names = list(parameters(target))[: len(args)]
         operands: list[tuple[str, Any, Any]] = list(zip(names, args, node.args, strict=True))
         operands += [(name, operand, node.kwargs[name]) for name, operand in kwargs.items()]
-        pairs = [(x, traced) for name, x, traced in operands if name in needed and isinstance(x, fx.Node)]
-        as_traced = all(self._is_known(x) and lies_like(x.meta["val"], traced.meta["val"]) for x, traced in pairs)
+        as_traced = all(
+            self._is_known(x) and lies_like(x.meta["val"], traced.meta["val"])
+            for name, x, traced in operands
+            if needed.get(name) is Layout.TOGETHER and isinstance(x, fx.Node)
+        )
         laid = [self._lying(x, traced, needed.get(name), node, as_traced) for name, x, traced in operands]
         return tuple(laid[: len(args)]), dict(zip(kwargs, laid[len(args) :], strict=True))
 

@@ -20,7 +20,8 @@ from .._torch import OpOverload
 class Layout(Enum):
     """How an operand must lie."""
 
-    CONTIGUOUS = auto()
+    CONTIGUOUS = auto()  # or as in eager
+    TOGETHER = auto()  # contiguous, or as in eager if all such operands of the op lie so
     ROWS = auto()  # the elements of its last dim next to each other
     AS_TRACED = auto()  # contiguous exactly if it is so in the global program
 
@@ -33,8 +34,8 @@ def _all(names: str, layout: Layout = Layout.CONTIGUOUS) -> dict[str, Layout]:
 # backward of one case.
 _TABLE: dict[str, dict[str, Layout]] = {
     "native_layer_norm_backward": _all("mean rstd"),
-    "native_group_norm": _all("input weight bias"),
-    "native_group_norm_backward": _all("grad_out input mean rstd weight"),
+    "native_group_norm": _all("input weight bias", Layout.TOGETHER),
+    "native_group_norm_backward": _all("grad_out input mean rstd weight", Layout.TOGETHER),
     "_linalg_det _linalg_slogdet": _all("A", Layout.AS_TRACED),
     "_scaled_dot_product_flash_attention_for_cpu": _all("query key value attn_mask", Layout.ROWS),
     "_scaled_dot_product_flash_attention_for_cpu_backward": {
@@ -65,10 +66,10 @@ def operand_layouts(op: OpOverload) -> dict[str, Layout]:
 def lies(val: torch.Tensor, layout: Layout, traced: torch.Tensor, as_traced: bool) -> bool:
     """Whether ``val`` lies as asked for, or as in eager: ``traced`` is the same operand of the global program.
 
-    ``as_traced``: all operands of the op lie as in eager. The backward of a norm takes images with their channels last,
-    but not one such image beside one that is contiguous.
+    ``as_traced``: all operands that lie together do as in eager. The backward of a norm takes images with their
+    channels last, but not one such image beside one that is contiguous.
     """
-    if lies_like(val, traced) and (as_traced or layout is not Layout.CONTIGUOUS):
+    if lies_like(val, traced) and (as_traced or layout is not Layout.TOGETHER):
         return True
     if layout is Layout.ROWS:
         return val.ndim == 0 or val.stride(-1) == 1
