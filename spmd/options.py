@@ -188,9 +188,10 @@ class Options:
         program = transform_graph_module(made, self.gm_transformation)
         return program if self.program is None else self.program.of(program)
 
-    def describe_edits(self, made: Program) -> str:
-        """The edits of ``program`` in a program that was made, which must be equal on all ranks."""
-        return "" if self.program is None else f"\n{self.program.describe(made)}"
+    def describe(self, made: Program) -> str:
+        """What must be equal on all ranks: whether calls are measured, and the edits of a program that was made."""
+        measures = "\nspmd.Auto(adapt=True)" if isinstance(self.mode, Auto) and self.mode.adapt else ""
+        return measures if self.program is None else f"{measures}\n{self.program.describe(made)}"
 
     @property
     def cache_option(self) -> CacheOption:

@@ -227,6 +227,7 @@ class CompiledStep(Generic[P, R]):
             self._dispatch.leave(turn, compiled, "calls were measured, and take another schedule")
             left, compiled = compiled, self._ready(turn)
             left.drop()
+            adapting.changed = compiled.identity
         compiled.program.notes.append(adapting.note)
         if adapting.is_done and not any(axis.coordinate for axis in compiled.program.mesh.axes):
             adapting.say()

@@ -158,7 +158,7 @@ class StepCompiler:
         description = describe_for_agreement(captured, program, costs, call, bundle, made.entry)
         if local.stages is not None:
             _check_same_stage(program, agreement)
-        description += options.describe_edits(made.program)
+        description += options.describe(made.program)
         base, calls, *seeds = agreement.agree(description, self._seeds(call))
         adopt([base, calls])
         with stages.explained("distributing state"):

@@ -42,6 +42,7 @@ class Adapting:
     """The calls of one step so far. ``note``: what was decided, for the report and the user.
 
     ``before``: seconds of a call, and the passes, that the ranks go back to if calls take longer; None before a change.
+    ``changed``: the program that it made, whose calls alone are compared with these.
     """
 
     table: Table
@@ -49,6 +50,7 @@ class Adapting:
     seconds: list[float] = field(default_factory=list)
     identity: int | None = None
     before: tuple[float, tuple[Pass, ...]] | None = None
+    changed: int | None = None
     is_done: bool = False
     note: str = ""
     device: str = "cpu"
@@ -77,7 +79,8 @@ class Adapting:
     def is_due(self, identity: int) -> bool:
         """Whether to decide before the next call of a program; all ranks have made as many."""
         calls = SETTLES + TIMED + (PROFILED if self.before is None else 0)
-        return not self.is_done and identity == self.identity and len(self.seconds) == calls
+        is_asked = self.before is None or identity == self.changed
+        return not self.is_done and is_asked and identity == self.identity and len(self.seconds) == calls
 
     @property
     def took(self) -> float:

@@ -156,6 +156,26 @@ def test_another_schedule_takes_over_on_all_ranks_and_leaves_all_bits(ranks: Ran
     assert one[2] == other[2]
 
 
+def test_a_change_is_judged_by_calls_of_its_own_program() -> None:
+    """Those of another batch size say nothing of it."""
+    adapting = adapt.Adapting(BUILT_IN, (), before=(1.0, ()), changed=1)
+    for identity in (2, 1):
+        for _ in range(adapt.SETTLES + adapt.TIMED):
+            adapting.begin(identity, "cpu")
+            adapting.end()
+        assert adapting.is_due(identity) is (identity == 1)
+
+
+def adapts_alone(rank: int, world: int) -> None:
+    """Train with ``adapt`` on rank 0 only."""
+    with pytest.raises(spmd.RankMismatchError, match=r"spmd.Auto\(adapt=True\)"):
+        losses(rank, spmd.Auto(adapt=rank == 0))
+
+
+def test_all_ranks_adapt_or_none(ranks: Ranks) -> None:
+    ranks.run(2, adapts_alone, timeout=60)
+
+
 def test_what_cannot_be_measured_is_not_adapted() -> None:
     with pytest.raises(ValueError, match="expected no micro_batches with adapt=True"):
         spmd.Auto(adapt=True, micro_batches=2)
