@@ -38,7 +38,7 @@ from .read_data import StoredReads, bind_reads, reads_to_data
 from .surroundings import functions, same_functions, surroundings
 
 _PROGRAMS = ("captured", "partitioned", "final")
-_TRIED = 8  # entries of one key that a call is compared with
+_TRIED = 32  # entries of one key that a call is compared with
 _OF_SIZES = ("leaves", "inputs")  # facts of a call that have the sizes of its arguments
 _READ = (NotCachedError, RefusedFolderError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 _UNDESCRIBED = (NotCachedError, RuntimeError)  # torch has no contents for some tensors, and Python an end of recursion
