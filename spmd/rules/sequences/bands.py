@@ -72,6 +72,9 @@ def _moved(call: OpCall, result: Info) -> Fact | None:
     if len(call.operands) != 1:
         return None
     source, fact = call.operands[0], _known(call.operands[0])
+    keeps = result.dtype == source.dtype or (result.dtype.is_floating_point and source.dtype.is_floating_point)
+    if not keeps and not (isinstance(fact, Band) and fact.outside is False):
+        return None  # numbers that are rounded, or too large
     moved: dict[str, Any] = {}
     for name in ("plus", "minus", "row", "column"):
         if (dim := getattr(fact, name, None)) is not None:

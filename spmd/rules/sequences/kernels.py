@@ -163,8 +163,8 @@ def finds_gradient_of_mask(call: OpCall) -> bool:
 
 def band_of(call: OpCall) -> Band | None:
     """The band of keys around each query that the mask of a call shows."""
-    masks = [call.arg(name) for name in MASKS]
-    found = next((mask.positions for mask in masks if isinstance(mask, Info)), None)
-    if not isinstance(found, Band) or (found.row, found.column) != (-2, -1):
+    mask = next((mask for mask in map(call.arg, MASKS) if isinstance(mask, Info)), None)
+    if mask is None or not isinstance(found := mask.positions, Band) or (found.row, found.column) != (-2, -1):
         return None
-    return found if found.outside is False or found.outside == -inf else None
+    hides = mask.dtype is torch.bool if found.outside is False else found.outside == -inf  # a bias of 0 hides nothing
+    return found if hides else None

@@ -145,6 +145,19 @@ def train_packed_in_a_window(model: nn.Module, optimizer: Any, x: Tensor, ends: 
     return updated(optimizer, F.cross_entropy(model(x, seen).flatten(0, 1), x.roll(-1, 1).flatten()))
 
 
+def train_with_a_bias_near(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    """A bias of 1 in a window, and of 0 outside, which hides nothing."""
+    rows = torch.arange(x.shape[1])
+    near = (rows <= rows[:, None]) & (rows > rows[:, None] - 3)
+    return updated(optimizer, F.cross_entropy(model(x, near.double()).flatten(0, 1), x.roll(-1, 1).flatten()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["gather", "ring"])
+def test_a_bias_by_positions_hides_nothing(attention: Any) -> None:
+    assert verified(arguments(8, 2, is_causal=False), step=train_with_a_bias_near, attention=attention)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attention, keys", [
     ("gather", [6]),  # of 16: four of its own, and two before
@@ -336,7 +349,7 @@ def test_ranks_of_one_sequence_have_one_index_for_a_sampler(rank: int, expected:
 @pytest.mark.slow
 def test_a_stale_block_in_a_ring_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = Blocks.passed
-    monkeypatch.setattr(Blocks, "passed", lambda self, pair, step: [passed(self, pair, step), list(pair)][1])
+    monkeypatch.setattr(Blocks, "passed", lambda self, *given: [passed(self, *given), list(given[0])][1])
     assert not verified(arguments(8), attention="ring")
     assert not certified(arguments(8), attention="ring")
 

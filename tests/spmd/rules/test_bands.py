@@ -81,6 +81,8 @@ def test_what_is_derived_is_true(name: str) -> None:
     lambda i, j, d: (i >= j).mT,
     lambda i, j, d: torch.zeros(ROWS, KEYS).masked_fill(i >= j, -inf),
     lambda i, j, d: (i.int() - j >= 0) ^ True,
+    lambda i, j, d: i.bool() >= j,
+    lambda i, j, d: torch.where(window(i, j, d), True, torch.full((ROWS, KEYS), -inf).bool()),
 ])  # fmt: skip
 def test_what_cannot_be_derived_is_unknown(mask: Mask) -> None:
     found, _ = derived(mask)
