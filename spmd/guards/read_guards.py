@@ -42,7 +42,7 @@ class ReadGuards:
         """
         values = WeakValues(set(map(id, holders)))
         reads.forget_notes()
-        found = [(site, site.get()) for site in reads.sites.values()]
+        found = [(site.weak(), site.get()) for site in reads.sites.values()]
         found = [(s, v) for s, v in found if not isinstance(v, torch.Tensor) or _is_guarded(s, v, reads)]
         logs = {key: AnyOf(type(each.live)) for key, each in reads.journals.by_id.items()}
         weak = [(s, expected) for s, v in found if (expected := logs.get(id(v)) or values.of(v)) is not v]

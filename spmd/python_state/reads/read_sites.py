@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ def _cell_contents(cell: types.CellType, _: str, default: Any) -> Any:
 
 def _names(fields: dict[str, Any], _: str, default: Any) -> Any:
     return tuple(fields)
+
+
+def _class(reference: weakref.ref[Any], _: str, default: Any) -> Any:
+    found = reference()
+    return default if found is None else found.__class__
 
 
 def _item_now(reference: Reference, key: Any, default: Any) -> Any:
@@ -58,6 +64,7 @@ READERS: dict[str, Callable[..., Any]] = {  # by kind of site, each called with 
     "attribute": getattr,
     "cell": _cell_contents,
     "names": _names,
+    "class": _class,
 }
 
 
@@ -66,7 +73,7 @@ class ReadSite:
     """One site; ``name`` describes it in the user's words. Two are of one place if their addresses are equal."""
 
     # "item" of a dict, "item now" of the dict or list that a ``Reference`` has, "entry" of a class, "attribute" of an
-    # object, "cell", or "names" of all items
+    # object, "cell", "names" of all items, or "class" of an object that is not kept alive
     kind: str
     holder: Any
     key: Any  # a string, but for items
@@ -82,6 +89,13 @@ class ReadSite:
     def source(self) -> Any:
         """The object that ``READERS`` read the value from."""
         return vars(self.holder) if self.kind == "entry" else self.holder
+
+    def weak(self) -> ReadSite:
+        """The same site, which keeps no object alive whose class it is; nor do the dicts of attributes."""
+        try:
+            return self if self.key != "__class__" else replace(self, kind="class", holder=weakref.ref(self.holder))
+        except TypeError:  # it can have no weak references
+            return self
 
     def get(self) -> Any:
         """The value now, or ``MISSING``."""
