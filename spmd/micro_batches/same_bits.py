@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
@@ -28,7 +27,7 @@ from .time_axis import partition_in_time
 _SUM = Role.ACCUMULATOR
 
 
-def partition_with_same_bits(program: Program, plan: Plan, virtual: int, dtype: torch.dtype | None = None) -> Program:
+def partition_with_same_bits(program: Program, plan: Plan, virtual: int) -> Program:
     """One rank's share, to be run for each of its parts. Raises ``PartitionError`` where ranks or rows do not fit."""
     _check_wire(program, plan)
     over = program.mesh.axes_with(AxisRole.BATCH)
@@ -47,11 +46,11 @@ def partition_with_same_bits(program: Program, plan: Plan, virtual: int, dtype: 
                 f"{each.shape[dims[0]]} rows: pass a multiple of {virtual}, or drop the last batch"
             )
     if spread:
-        return partition_and_spread(program, plan, virtual, spread[0], dtype)
+        return partition_and_spread(program, plan, virtual, spread[0])
     ordered = [replace(axis, ordered=k in over) for k, axis in enumerate(program.mesh.axes)]
     program = replace(program, mesh=replace(program.mesh, axes=tuple(ordered)))
     count = virtual // ranks
-    local = partition_in_time(program, with_whole_state(program, plan), count, dtype, levels=(count - 1).bit_length())
+    local = partition_in_time(program, with_whole_state(program, plan), count, levels=(count - 1).bit_length())
     _check_sums(local)
     keep_parts(local, plan)
     return local

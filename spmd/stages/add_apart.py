@@ -64,7 +64,7 @@ def _divide(local: Program, grown: fx.Node, accumulator: fx.Node) -> None:
     first, second = added.args
     pairs = list(zip(local.output_values(), local.outputs, strict=True))
     declared = dict(zip(local.placeholders, local.inputs, strict=True))[accumulator]
-    name = f"{declared.name}.apart"
+    name = f"{declared.name}.apart.{len(local.inputs)}"  # it may have been divided before
     held = add_input(local, replace(declared, name=name), accumulator.meta["val"])
     grown.update_arg(1, first)
     other = insert_before(grown.next, aten.add.Tensor, held, second, like=second, val=grown.meta["val"])

@@ -221,6 +221,7 @@ def test_what_does_not_divide_is_refused(ranks: Ranks) -> None:
     for options, message in [
         ({"micro_batches": 2}, 'expected no micro_batches with bits="same"'),
         ({"virtual": 6}, "expected virtual, the parts of the global batch, to be 2, 4, 8, ..., got 6"),
+        ({"accumulate_dtype": torch.float64}, 'expected no accumulate_dtype with bits="same"'),
     ]:
         with pytest.raises(ValueError, match=message):
             spmd.DataParallel(bits="same", **options)
