@@ -60,10 +60,10 @@ def _check_wire(program: Program, plan: Plan) -> None:
     """Raise ``PartitionError`` for what would be rounded, or computed elsewhere, where there are several ranks."""
     dtypes = {i.name: i.dtype for i in program.inputs if i.role is Role.PARAMETER and i.dtype is not None}
     sent = {name: plan.reduce_dtypes.get(name) or dtype for name, dtype in dtypes.items()}
-    rounded = next((name for name, dtype in dtypes.items() if sent[name].itemsize < dtype.itemsize), None)
+    rounded = next((name for name, dtype in dtypes.items() if sent[name] is not dtype), None)
     if rounded is not None:
         raise PartitionError(
-            f'expected gradients to be reduced in their own dtype, or a wider one, with bits="same", but {rounded} has '
+            f'expected gradients to be reduced in their own dtype with bits="same", but {rounded} has '
             f"{dtypes[rounded]}, and its gradient {sent[rounded]}: leave out reduce_dtype, and let policies have "
             f"reduce_dtype={dtypes[rounded]}"
         )

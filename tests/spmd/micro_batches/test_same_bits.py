@@ -233,6 +233,15 @@ def test_a_sum_of_floats_that_parts_need_is_refused() -> None:
         spmd.compile(weighted, parallel_mode=spmd.DataParallel(bits="same"))(*build("SGD", small), *rows(0))
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_wider_dtype_of_reductions_is_refused() -> None:
+    """A rank by itself reduces nothing, and so rounds its sums elsewhere."""
+    model, optimizer = build("SGD", small)
+    compiled = spmd.compile(fits, parallel_mode=spmd.DataParallel(bits="same", reduce_dtype=torch.float32))
+    with pytest.raises(spmd.PartitionError, match="expected gradients to be reduced in their own dtype"):
+        compiled(model.bfloat16(), optimizer, rows(0)[0])
+
+
 def test_a_backend_that_chooses_by_time_is_refused() -> None:
     with pytest.raises(ValueError, match='expected backend="aten" with bits="same"'):
         spmd.compile(train, parallel_mode=spmd.DataParallel(bits="same"), backend="inductor")
