@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
@@ -28,7 +27,7 @@ from .time_axis import partition_in_time
 _SUM = Role.ACCUMULATOR
 
 
-def partition_with_same_bits(program: Program, plan: Plan, virtual: int, dtype: torch.dtype | None = None) -> Program:
+def partition_with_same_bits(program: Program, plan: Plan, virtual: int) -> Program:
     """One rank's share, to be run for each of its parts. Raises ``PartitionError`` where ranks or rows do not fit."""
     _check_wire(program, plan)
     over = program.mesh.axes_with(AxisRole.BATCH)
@@ -47,11 +46,11 @@ def partition_with_same_bits(program: Program, plan: Plan, virtual: int, dtype: 
                 f"{each.shape[dims[0]]} rows: pass a multiple of {virtual}, or drop the last batch"
             )
     if spread:
-        return partition_and_spread(program, plan, virtual, spread[0], dtype)
+        return partition_and_spread(program, plan, virtual, spread[0])
     ordered = [replace(axis, ordered=k in over) for k, axis in enumerate(program.mesh.axes)]
     program = replace(program, mesh=replace(program.mesh, axes=tuple(ordered)))
     count = virtual // ranks
-    local = partition_in_time(program, with_whole_state(program, plan), count, dtype, levels=(count - 1).bit_length())
+    local = partition_in_time(program, with_whole_state(program, plan), count, levels=(count - 1).bit_length())
     _check_sums(local)
     keep_parts(local, plan)
     return local
@@ -61,10 +60,10 @@ def _check_wire(program: Program, plan: Plan) -> None:
     """Raise ``PartitionError`` for what would be rounded, or computed elsewhere, where there are several ranks."""
     dtypes = {i.name: i.dtype for i in program.inputs if i.role is Role.PARAMETER and i.dtype is not None}
     sent = {name: plan.reduce_dtypes.get(name) or dtype for name, dtype in dtypes.items()}
-    rounded = next((name for name, dtype in dtypes.items() if sent[name].itemsize < dtype.itemsize), None)
+    rounded = next((name for name, dtype in dtypes.items() if sent[name] is not dtype), None)
     if rounded is not None:
         raise PartitionError(
-            f'expected gradients to be reduced in their own dtype, or a wider one, with bits="same", but {rounded} has '
+            f'expected gradients to be reduced in their own dtype with bits="same", but {rounded} has '
             f"{dtypes[rounded]}, and its gradient {sent[rounded]}: leave out reduce_dtype, and let policies have "
             f"reduce_dtype={dtypes[rounded]}"
         )

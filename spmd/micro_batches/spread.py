@@ -32,9 +32,7 @@ from .time_axis import partition_in_time
 aten = torch.ops.aten
 
 
-def partition_and_spread(
-    program: Program, plan: Plan, virtual: int, over: int, dtype: torch.dtype | None = None
-) -> Program:
+def partition_and_spread(program: Program, plan: Plan, virtual: int, over: int) -> Program:
     """One rank's share along the axis ``over``, the only one of several ranks: its runs of ``virtual`` parts."""
     mesh, axis = program.mesh, program.mesh.axes[over]
     others = [each.name for each in mesh.axes if each is not axis and each.size > 1]
@@ -47,7 +45,7 @@ def partition_and_spread(
         raise PartitionError(f'bits="same" has virtual={virtual} parts for {axis.size} ranks: pass more, on any number')
     axes = [replace(each, size=1, coordinate=0) for each in mesh.axes]
     on_one = replace(program, mesh=replace(mesh, axes=tuple(axes)))
-    local = partition_in_time(on_one, with_whole_state(program, plan), virtual, dtype, levels=1)
+    local = partition_in_time(on_one, with_whole_state(program, plan), virtual, levels=1)
     micro = local.micro_batches
     assert micro is not None
     rows = {each.name: each.shape[micro.split[each.name]] for each in program.inputs if each.name in micro.split}

@@ -137,8 +137,9 @@ class DataParallel(PlannedMode):
     ``statistics="per_micro_batch"``, with ``micro_batches``: a sum over rows of activations that a step needs before it
     can go on, as a batch norm does, is taken over the rows of one micro-batch on all ranks, times the number of these,
     which must divide the rows. Losses, gradients and new state are means over micro-batches: a batch norm's running
-    statistics move once in a step, towards the mean of those of the micro-batches. The numbers are not those of
-    the whole batch then, and ``spmd.verify`` refuses such a step. None: such a sum is an error.
+    statistics move once in a step, towards the mean of those of the micro-batches, with variances corrected by the
+    rows of the whole batch. The numbers are not those of the whole batch then, and ``spmd.verify`` refuses such a
+    step. None: such a sum is an error.
 
     ``bits="same"``: after any number of steps, parameters and optimizer state have the same bits on any number of ranks
     that pass the same global batch, in every style. It is computed as ``virtual`` parts, a power of two, one after the
@@ -224,7 +225,7 @@ class DataParallel(PlannedMode):
         self.micro_batches = check_micro_batches(micro_batches, reduce_gradients, defer_updates)
         self.chooses_runs = micro_batches == "auto"
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
-        self.bits = check_bits(bits, virtual, self.micro_batches)
+        self.bits = check_bits(bits, virtual, self.micro_batches, self.accumulate_dtype)
         self.statistics = check_statistics(statistics, self.micro_batches, stages)
         if self.bits is not None:
             for role in (AxisRole.SEQUENCE, AxisRole.EXPERTS, AxisRole.STAGES):
@@ -245,7 +246,7 @@ class DataParallel(PlannedMode):
         if count == 1:
             return super().partition(program)
         if self.bits is not None:
-            return partition_with_same_bits(program, self.plan(program), self.bits, self.accumulate_dtype)
+            return partition_with_same_bits(program, self.plan(program), self.bits)
         if self.pipeline is not None:
             rows = self._rows_without_axis(program)
             return partition_in_stages(program, self.plan, self.pipeline, count, self.accumulate_dtype, rows)

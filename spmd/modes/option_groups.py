@@ -162,7 +162,7 @@ def check_micro_batches(count: Any, reduce_gradients: Reduce, defers: bool) -> i
     return count
 
 
-def check_bits(bits: Any, virtual: Any, micro_batches: int) -> int | None:
+def check_bits(bits: Any, virtual: Any, micro_batches: int, accumulates_in: torch.dtype | None) -> int | None:
     """The number of virtual parts for ``bits="same"``; None without. Raises ``ValueError`` for anything else."""
     if bits is None:
         return None
@@ -172,6 +172,8 @@ def check_bits(bits: Any, virtual: Any, micro_batches: int) -> int | None:
         raise ValueError(f"expected virtual, the parts of the global batch, to be 2, 4, 8, ..., got {virtual!r}")
     if micro_batches > 1:
         raise ValueError('expected no micro_batches with bits="same": its virtual parts run one after the other')
+    if accumulates_in is not None:
+        raise ValueError('expected no accumulate_dtype with bits="same": each rank would round its own sums')
     return virtual
 
 

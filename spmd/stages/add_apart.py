@@ -6,7 +6,6 @@ The gradient of a tied weight is such a sum; as it was captured, a stage would s
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -65,8 +64,7 @@ def _divide(local: Program, grown: fx.Node, accumulator: fx.Node) -> None:
     first, second = added.args
     pairs = list(zip(local.output_values(), local.outputs, strict=True))
     declared = dict(zip(local.placeholders, local.inputs, strict=True))[accumulator]
-    taken = {each.name for each in local.inputs}
-    name = next(each for k in count(2) if (each := f"{declared.name}.{k}") not in taken)  # of three terms, twice
+    name = f"{declared.name}.apart.{len(local.inputs)}"  # it may have been divided before
     held = add_input(local, replace(declared, name=name), accumulator.meta["val"])
     grown.update_arg(1, first)
     other = insert_before(grown.next, aten.add.Tensor, held, second, like=second, val=grown.meta["val"])

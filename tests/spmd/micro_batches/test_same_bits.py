@@ -221,6 +221,7 @@ def test_what_does_not_divide_is_refused(ranks: Ranks) -> None:
     for options, message in [
         ({"micro_batches": 2}, 'expected no micro_batches with bits="same"'),
         ({"virtual": 6}, "expected virtual, the parts of the global batch, to be 2, 4, 8, ..., got 6"),
+        ({"accumulate_dtype": torch.float64}, 'expected no accumulate_dtype with bits="same"'),
     ]:
         with pytest.raises(ValueError, match=message):
             spmd.DataParallel(bits="same", **options)
@@ -230,6 +231,15 @@ def test_what_does_not_divide_is_refused(ranks: Ranks) -> None:
 def test_a_sum_of_floats_that_parts_need_is_refused() -> None:
     with pytest.raises(spmd.PartitionError, match="is a sum of floats that each part of the batch needs"):
         spmd.compile(weighted, parallel_mode=spmd.DataParallel(bits="same"))(*build("SGD", small), *rows(0))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_wider_dtype_of_reductions_is_refused() -> None:
+    """A rank by itself reduces nothing, and so rounds its sums elsewhere."""
+    model, optimizer = build("SGD", small)
+    compiled = spmd.compile(fits, parallel_mode=spmd.DataParallel(bits="same", reduce_dtype=torch.float32))
+    with pytest.raises(spmd.PartitionError, match="expected gradients to be reduced in their own dtype"):
+        compiled(model.bfloat16(), optimizer, rows(0)[0])
 
 
 def test_a_backend_that_chooses_by_time_is_refused() -> None:

@@ -152,6 +152,33 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.b(torch.tanh(self.a(self.tokens(x))))))
 
 
+class Often(Tied):
+    """The embedding is read in the middle, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = nn.Linear(TOKENS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.b(torch.tanh(self.a(self.tokens(x)))))
+        return self.head(torch.tanh(self.back(F.linear(x, self.tokens.weight))))
+
+
+def test_a_weight_that_three_stages_read() -> None:
+    torch.manual_seed(0)
+    model = Often().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    verified(translate_one, model, optimizer, *pairs(), mesh={"pp": 3}, stages=["b", "head"])
+
+
+def translate_one(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x).transpose(1, 2), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def rows(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     logits = model(x)
     each = F.cross_entropy(logits.transpose(1, 2), y, reduction="none").mean(1)
