@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,8 +156,7 @@ class Options:
                 break
             if len(local.schedules) == 1:
                 raise MemoryBudgetError(refusal(self.memory, min(needed)))
-            captured.schedules = local.schedules[1:]
-            local = self.mode.partition(captured)
+            local = self.mode.partition(replace(captured, schedules=local.schedules[1:]))
         return local
 
     @interruptible

@@ -15,7 +15,7 @@ from passes.ir.program import Placements
 from ..memo import memo_key
 from ..placements import ByGroup, Dealt, Mirrored, OwnRows, splits
 from ..rules import OpCall, Option, rule_of
-from ..rules.attention import Form, has_form, is_attention
+from ..rules.attention import Form, has_form, is_asked_for, is_attention
 from .narrow import narrowed
 from .values import Value
 
@@ -69,7 +69,9 @@ class Options:
         index = len(chosen)
         axis = self.mesh.axes[index]
         rows_split = any(splits(source[index], 2) for value in operands for source in value.nodes)
-        if self.attention is None or AxisRole.SEQUENCE not in axis.roles or axis.size == 1 or not rows_split:
+        if self.attention is None:
+            return [option for option in found if not is_asked_for(call, option)]
+        if AxisRole.SEQUENCE not in axis.roles or axis.size == 1 or not rows_split:
             return found
         fits = [option for option in found if has_form(option, self.attention)]
         if not fits:

@@ -88,6 +88,14 @@ def has_form(option: Option, form: str) -> bool:
     return option.name == form or (form == "heads" and option.results[0] == S(1))
 
 
+def is_asked_for(call: OpCall, option: Option) -> bool:
+    """Whether only users choose an option: in a ring, rows of which a finite number hides all keys come out otherwise.
+
+    Their sums of exponentials have no digits left in its logarithm, by which a ring merges them.
+    """
+    return option.name == RING and any(isinstance(call.arg(name), Info) for name in MASKS)
+
+
 def _by_rows(call: OpCall, found: list[Option], by_position: Local, to_all: Local) -> list[Option]:
     """The options, where those that split the rows of queries have names, and programs of their own if necessary.
 

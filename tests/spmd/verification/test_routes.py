@@ -66,4 +66,4 @@ def test_an_exchange_is_shown_and_a_lost_row_is_not(monkeypatch: pytest.MonkeyPa
 def test_a_mutant_is_not_shown(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
     form, *change = MUTANTS[mutant]
     monkeypatch.setattr(*change)
-    assert not certificate(form, {"dp": 1, "ep": 2}, **AXES)
+    assert not certificate(form, {"ep": 2}, axes={"batch": "ep", "experts": "ep"})
