@@ -33,8 +33,8 @@ def test_random_steps_run_clean(tmp_path: Path, request: pytest.FixtureRequest) 
 
 
 def planted(program: Program) -> int:
-    """A pass that is wrong where a program divides by a square root: one gradient is not reduced."""
-    wanted = [node for node in program.graph.nodes if "sqrt" in str(node.target)]
+    """A pass that is wrong where a program multiplies matrices: one gradient is not reduced."""
+    wanted = [node for node in program.graph.nodes if "mm" in str(node.target)]
     sums = [node for node in program.collectives() if kind_of(node) is Kind.ALL_REDUCE and of_gradient(node)]
     for node in sums[:1] if wanted else ():
         wait = next(user for user in node.users if is_wait(user))

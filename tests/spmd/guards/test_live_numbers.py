@@ -85,13 +85,13 @@ PROGRAMS: dict[Use, int] = {
     branches: 3,
     takes_a_part: 5,
     looks_up: 5,
-    asks_for_the_type: 5,
+    asks_for_the_type: 2,
     computes_outside_of_torch: 2,
     takes_logarithms: 2,
     makes_tensors: 2,
     schedules_a_momentum: 2,
 }
-NEEDS_VALUES = {takes_a_part, looks_up, asks_for_the_type}
+NEEDS_VALUES = {takes_a_part, looks_up}
 
 
 def run(use: Use, decorate: Callable[[Any], Any], calls: int) -> tuple[list[Any], Any]:
