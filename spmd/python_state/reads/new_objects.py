@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
+from builtins import id as address  # a trace lends user code another one, which takes a second for a million objects
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,9 +40,9 @@ class NewObjects:
     def __contains__(self, value: Any) -> bool:
         if isinstance(value, _NEVER_NEW):
             return False
-        if id(value) not in self._ids:
+        if address(value) not in self._ids:
             self._note_young()
-        return id(value) in self._ids
+        return address(value) in self._ids
 
     def _before_a_collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -49,6 +50,6 @@ class NewObjects:
 
     def _note_young(self) -> None:
         young = gc.get_objects(generation=0)
-        self._ids.update(map(id, young))
+        self._ids.update(map(address, young))
         if len(young) > _MANY:  # the collector is off, or was set to come late: each look would take longer
             gc.collect(0)
