@@ -24,7 +24,7 @@ from passes.runtime.random import draw
 
 from .._torch import OpOverload, tree_flatten, tree_map
 from . import symbolic_ops, symbols
-from .routes import known_numbers
+from .symbolic import known_numbers
 from .symbolic_ops import Unknown, call_of, functional, is_tensor
 
 _NOT_COMPUTED = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"}

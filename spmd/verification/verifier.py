@@ -21,7 +21,7 @@ from ..call.state import Arguments, hyper_parameters_of, slots_of
 from ..capture.values.flex_attention import flex_attention_as_ops
 from ..deferral.pending import calling, finish_pending
 from ..ranks.differences import Difference, difference, rounding_of
-from .bits.compare_bits import compare_bits
+from .compare_bits import compare_bits
 from .compared_stages import kept, stages_of
 from .copies import Copy, Subject, has_single_precision
 from .lockstep import LockstepError

@@ -10,18 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import OutputKind
 
-from ...call.rng import random_state_kept, rng_state, set_rng_state
-from ...ranks.differences import Difference, difference
-from ..compared_stages import kept
-from ..copies import Subject
-from ..lockstep import LockstepError
-from ..peer import Peer
-from ..rank import SimulatedRank
-from ..runs import run_programs
-from ..values import Values
-from ..verdict import Verdict
-from ..wholes import UnequalReplicasError, put_together
-from ..world import AnyMesh, simulated_world
+from ..call.rng import random_state_kept, rng_state, set_rng_state
+from ..ranks.differences import Difference, difference
+from .compared_stages import kept
+from .copies import Subject
+from .lockstep import LockstepError
+from .peer import Peer
+from .rank import SimulatedRank
+from .runs import run_programs
+from .values import Values
+from .verdict import Verdict
+from .wholes import UnequalReplicasError, put_together
+from .world import AnyMesh, simulated_world
 
 
 def compare_bits(subject: Subject, wholes: Values, steps: int, world: int, mesh: AnyMesh) -> Verdict:

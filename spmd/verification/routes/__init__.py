@@ -1,1 +1,0 @@
-"""What a certificate of a step with experts knows of the rows that go to them."""
