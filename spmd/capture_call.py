@@ -13,7 +13,6 @@ from .call.state import submodules_of
 from .capture import Captured, capture, in_rank_zero_order
 from .capture.sizes.any_size import AnySize, capture_any_size
 from .capture.sizes.size_symbols import AS_CALLED, TracedSizes
-from .compiled import text_of
 from .dispatch import Dispatch
 from .guards.read_guards import ReadGuards
 from .interpreter.source_lines import warn_user
@@ -22,6 +21,7 @@ from .override import Override, replaced
 from .python_state.effects.carried import Carried
 from .python_state.reads import Reads, ReplacementReads
 from .ranks.consensus import Agreement
+from .running.describe import text_of
 from .shared_captures import SharedCapture
 
 

@@ -28,7 +28,6 @@ from .call.state import ArgumentReader, Arguments
 from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, inputs_of, restore, splits_of
 from .capture import Captured
 from .capture.sizes.size_symbols import TracedSizes
-from .compiled import Compiled, Restore
 from .deferral import pending
 from .guards.guards import Live
 from .guards.leaves import Leaves
@@ -48,6 +47,8 @@ from .ranks.consensus import (
     notifying,
 )
 from .ranks.failures import StateIs
+from .running.compiled import Compiled, Restore
+from .running.deferred_program import DeferredProgram
 from .shared_captures import NONE, SharedCapture, SharedCaptures
 from .state.edits import EditedError, compare_edits, number_of
 from .unexpected_errors import unexpected_errors
@@ -145,12 +146,16 @@ class Dispatch:
                 return
         self._agree(turn)
 
-    def _pending(self, turn: Turn) -> list[Compiled]:
+    def deferred(self) -> list[DeferredProgram]:
+        """The programs that leave their update to the next call."""
+        return [each for each in self.programs if isinstance(each, DeferredProgram)]
+
+    def _pending(self, turn: Turn) -> list[DeferredProgram]:
         """The programs that have an update of state of this call pending."""
         assert turn.call is not None, "a call that has begun was read"
         given = turn.call.given
         found = pending.pending_on([*given.modules.values(), *given.optimizers.values()])
-        return [each for each in found if isinstance(each, Compiled)]
+        return [each for each in found if isinstance(each, DeferredProgram)]
 
     def _finish_pending(self, turn: Turn, steady: Compiled | None) -> None:
         """Finish the updates of state of this call that are pending, but for that of ``steady``; all ranks do."""

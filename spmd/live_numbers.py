@@ -10,11 +10,11 @@ from typing import Any
 
 from .call.call import Call
 from .capture import Captured
-from .compiled import Compiled
 from .guards.leaves import can_be_live, is_text
 from .interpreter.source_lines import warn_user
 from .python_state.effects.carried import Carried
 from .python_state.reads import ReadSite
+from .running.compiled import Compiled
 
 
 class LiveNumbers:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .compiled import Compiled
 from .lowering.codegen import Bound
 from .lowering.lower import Executable
+from .running.compiled import Compiled
 
 
 class Profile:

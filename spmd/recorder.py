@@ -21,8 +21,8 @@ from passes import Input, PassError
 from passes.ir.saved_program import save_program
 
 from ._torch import local_tensor, version_of
-from .compiled import Compiled
 from .interpreter.source_lines import warn_user
+from .running.compiled import Compiled
 
 Execute = Callable[[Sequence[Any]], list[Any]]
 _MARK = "record.json"

@@ -24,7 +24,6 @@ from .call.state import Arguments
 from .call.unequal_rows import UnequalRows
 from .capture.explain_errors import shorten_traceback
 from .capture_call import capture_call
-from .compiled import Compiled
 from .deferral.pending import calling, no_hooks_on_calls, remove_stale
 from .dispatch import Dispatch, Turn
 from .dump import files_of, stage_name, stages_to_compare, visit_stages
@@ -38,6 +37,8 @@ from .ranks.consensus import all_or_none, notify, standing_of
 from .ranks.failures import StateIs
 from .ranks.standing import StateError
 from .recorder import Recorder
+from .running.compiled import Compiled
+from .running.deferred_program import DeferredProgram
 from .state.background_reads import READS
 from .state.edits import EditedError
 from .state.recover import recover
@@ -149,7 +150,7 @@ class CompiledStep(Generic[P, R]):
                 result = self._step(args, kwargs)
         except Exception as error:
             shorten_traceback(error)
-            for sentence in filter(None, [each.lose_pending() for each in self._dispatch.programs]):
+            for sentence in filter(None, [each.lose_pending() for each in self._dispatch.deferred()]):
                 error.add_note(sentence)
             raise
         if last_train_step:
@@ -329,9 +330,11 @@ class CompiledStep(Generic[P, R]):
             dump = self._compiler.dumps.dump(Path(folder), each.program.name)
             visit_stages(dump.stage, each.captured.program, each.partitioned, each.pipeline, each.program)
             dump.report(partial(getattr, each, "report"))
-            if each.deferred is not None:
+            between_calls: tuple[Program, ...] = ()
+            if isinstance(each, DeferredProgram):
                 dump.bundle(each.deferred.bundle)
-            for program in (*each.between_calls, *first_runs(each.program)):
+                between_calls = each.programs
+            for program in (*between_calls, *first_runs(each.program)):
                 self._compiler.dumps.dump(Path(folder), program.name).stage(99, "lowered", program)
 
     def diff(self, *stages: str) -> Diff:
@@ -397,6 +400,6 @@ class CompiledStep(Generic[P, R]):
 
         What you read afterwards is up to date. Without anything pending it does nothing.
         """
-        for each in list(self._dispatch.programs):
+        for each in self._dispatch.deferred():
             each.finish_pending(is_asked=True)
         remove_stale()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from .capture import Captured
 from .capture.sizes.any_size import AnySize
 from .capture_call import capture_call
 from .compile_phases import CompilePhases
-from .compiled import Compiled, describe_for_agreement, text_of
 from .deferral.deferred_update import DeferredUpdate
 from .deferral.pending import no_hooks_on_calls
 from .dispatch import Dispatch, Turn
@@ -51,6 +51,9 @@ from .progress import Progress
 from .python_state.reads import Reads
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of
 from .ranks.simulated import simulated
+from .running.compiled import Compiled
+from .running.deferred_program import DeferredProgram
+from .running.describe import describe_for_agreement, text_of
 from .shared_captures import SharedCapture
 from .stages.stage_axis import check_without_stages
 from .state.background_reads import READS
@@ -165,7 +168,8 @@ class StepCompiler:
             self._distribute(turn, call, program, captured, state, seeds)
         if not made.entry:
             lookup.store()
-        return Compiled(
+        make = Compiled if deferred is None else partial(DeferredProgram, deferred=deferred)
+        return make(
             program=program,
             captured=captured,
             partitioned=local,
@@ -180,7 +184,6 @@ class StepCompiler:
             guards=Guards.of(call.arguments, call.slots, made.reads, captured, modes),
             whole=whole_state(call, local.inputs),
             any_size=made.any_size,
-            deferred=deferred,
         )
 
     def _make(

@@ -56,7 +56,8 @@ ORDER = {
         lowering/
         override dump progress compile_phases edited_programs
         deferral/
-        options compiled shared_captures unsharded initialized mesh_picture profile recorder
+        running/
+        options shared_captures unsharded initialized mesh_picture profile recorder
         cache/
         checkpoints/
         live_numbers

@@ -148,7 +148,7 @@ KEYS: tuple[Key, ...] = (
         int,
         "the number of a random op's draw; equal numbers draw the same",
         (_CAPTURE,),
-        (_CAPTURE, "spmd/compiled.py", _PARTITIONER, "spmd/verification"),
+        (_CAPTURE, "spmd/running", _PARTITIONER, "spmd/verification"),
         Relation.SHARE,
     ),
     Key(
@@ -249,7 +249,7 @@ KEYS: tuple[Key, ...] = (
             "passes/report.py",
             "passes/fit_memory.py",
             _PARTITIONER,
-            "spmd/compiled.py",
+            "spmd/running",
             "spmd/verification",
             _MICRO_BATCHES,
             _PLANNING,

@@ -17,10 +17,10 @@ from passes.ir.numbers import pack
 from passes.ir.program import is_sharded
 
 from .._torch import DisableAutocast
-from ..compiled import Compiled
 from ..override import transform
 from ..placements import local_shape
 from ..ranks.simulated import Simulated, standing_for
+from ..running.compiled import Compiled
 from .compared_stages import RankPrograms, after_each, transforms
 from .rank import Held, SimulatedRank
 from .values import Values, by_name

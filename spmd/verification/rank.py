@@ -19,11 +19,12 @@ from ..call.call import Call
 from ..call.found import with_found
 from ..call.state import Arguments
 from ..call.unequal_rows import Split, UnequalRows
-from ..compiled import Compiled, Running
 from ..dispatch import Turn
 from ..placements import chunk
 from ..ranks.simulated import Simulated, standing_for
 from ..ranks.world import describe
+from ..running.compiled import Compiled
+from ..running.inputs import Running
 from ..step import CompiledStep
 from .compared_stages import RankPrograms, after_each, transforms
 from .copies import Copy, Subject, on_copies

@@ -18,12 +18,12 @@ import passes
 import spmd
 from spmd.capture import decompositions, provenance, trace
 from spmd.capture.functional.second_trace import SecondTrace
-from spmd.compiled import Pool
 from spmd.guards.guards import Guards
 from spmd.lowering.codegen import _Writer
 from spmd.partitioner.cheapest_option import Chooser
 from spmd.partitioner.emit import Emitter
 from spmd.rules.registry import RULES
+from spmd.running.inputs import Inputs
 from tests.harness.cases import MLP
 from tests.harness.oracle import all_unequal, plain_run, snapshot, unequal
 from tests.harness.pool import Ranks
@@ -57,7 +57,7 @@ STAGES: list[tuple[Any, Any, type[spmd.SpmdError], str]] = [  # what fails, the 
     (spmd.step_compiler, "prepare", spmd.PartitionError, "partition of step"),
     (spmd.step_compiler, "describe_for_agreement", spmd.SpmdError, "compiling of step"),
     (Guards, "of", spmd.SpmdError, "compiling of step"),
-    (Pool, "inputs", spmd.SpmdError, "running of step/program-0"),
+    (Inputs, "enter", spmd.SpmdError, "running of step/program-0"),
 ]
 
 
@@ -81,7 +81,7 @@ def test_a_stage_that_fails(
 ) -> None:
     torch.manual_seed(0)
     objects, step, before = CASE.build(), spmd.compile(CASE.step), torch_state()
-    done = int(owner is Pool)  # what runs has compiled before
+    done = int(owner is Inputs)  # what runs has compiled before
     for k in range(done):
         step(*objects, *CASE.part(0, k))
     state = snapshot(None, objects)

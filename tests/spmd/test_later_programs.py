@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import spmd
 from passes import Program, print_program
-from spmd.compiled import Compiled
+from spmd.running.compiled import Compiled
 from tests.harness.fake import fake_world
 
 
