@@ -102,7 +102,7 @@ class _Tracing:
     def _for_sizes(self) -> CapturedCall:
         """Trace the step for any of the sizes that change from call to call if that can be, else for those it has."""
         dispatch, call = self.dispatch, self.call
-        found, fixed = capture_any_size(self._once, dispatch.open_sizes(call), dispatch.captures(call))
+        found, fixed = capture_any_size(self._once, dispatch.open_sizes(call), dispatch.programs.captures(call))
         notes = dispatch.shared.note_fixed(fixed)
         if found is None:
             captured, reads = self._once(AS_CALLED)

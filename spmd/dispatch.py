@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from passes import Program, RankMismatchError
+from passes import RankMismatchError
 
 from .annotations.no_sync import check_no_sync_is_inside
 from .call.argument_logs import LogsFound
@@ -26,13 +26,10 @@ from .call.refuse_saves import refusal_of
 from .call.rng import describe_seed
 from .call.state import ArgumentReader, Arguments
 from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, inputs_of, restore, splits_of
-from .capture import Captured
 from .capture.sizes.size_symbols import TracedSizes
 from .deferral import pending
 from .guards.guards import Live
 from .guards.leaves import Leaves
-from .guards.recompiles import reason_to_compile
-from .interpreter.source_lines import warn_user
 from .live_numbers import LiveNumbers
 from .options import Options
 from .python_state.effects.carried import Carried
@@ -49,14 +46,12 @@ from .ranks.consensus import (
 from .ranks.failures import StateIs
 from .running.compiled import Compiled, Restore
 from .running.deferred_program import DeferredProgram
+from .running.expert_room import ExpertRoom
+from .running.kept_programs import KeptPrograms
 from .shared_captures import NONE, SharedCapture, SharedCaptures
 from .state.edits import EditedError, compare_edits, number_of
 from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
-
-_ROOMS = (1.25, 1.5, 2.0, None)  # for rows of experts, as multiples of the ranks' mean; None: for all rows
-_MANY = 8  # programs of one step, before it warns
-_MOST_NODES = 100_000  # captured nodes of all programs that are kept of the sizes that one capture serves: 0.6 GB
 
 
 @dataclass
@@ -91,31 +86,21 @@ class Turn:
 
 
 class Dispatch:
-    """The programs of one step, in the order in which they were compiled, and the one last run.
+    """The calls of one step: each finds the program that fits it, or what it takes to compile one.
 
     ``where``: the line of the step, for errors.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], options: Options, where: str) -> None:
         self.name, self.options, self._where = name, options, where
-        self.programs: list[Compiled] = []
-        self.compiled = 0  # programs so far, those of models that are gone included
-        self.last: Compiled | None = None
-        self.outgrown = 0  # calls that had more rows of experts than there was room for
-        self._room: float | None = _ROOMS[0]
-        self._used: dict[str, int] = {}  # the captured nodes of programs, by name, those of the one last run at the end
+        self.programs = KeptPrograms(name, options.max_programs)
+        self.room = ExpertRoom(options)
         self._function, self._reader = function, ArgumentReader(inspect.signature(function))
         self.numbers = LiveNumbers(name)
-        self._changes: dict[int, str] = {}  # the reason that each program was compiled for, by its id
         self.idle = Idle()  # parameters that the step was found not to update
         self.rows_of_results = RowsOfResults()
         self.shared = SharedCaptures(name, options.dynamic)
         self._known_splits: dict[tuple[tuple[str, int], ...], dict[str, Split]] = {}
-
-    @property
-    def graphs(self) -> list[Program]:
-        """All that programs keep in memory."""
-        return [graph for each in self.programs for graph in each.graphs]
 
     def begin(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the program for a call. Raises ``RankMismatchError`` on all ranks unless all choose the same.
@@ -145,10 +130,6 @@ class Dispatch:
             if turn.compiled or not self._cut_rows(turn, given):
                 return
         self._agree(turn)
-
-    def deferred(self) -> list[DeferredProgram]:
-        """The programs that leave their update to the next call."""
-        return [each for each in self.programs if isinstance(each, DeferredProgram)]
 
     def _pending(self, turn: Turn) -> list[DeferredProgram]:
         """The programs that have an update of state of this call pending."""
@@ -264,8 +245,7 @@ class Dispatch:
         check_no_sync_is_inside(self.name)
         check_is_sharded(given.modules.values())
         turn.call, turn.compiled, turn.live = Call(given, mode, uneven), None, None
-        last = [self.last] if self.last else []
-        for compiled in [*last, *(each for each in self.programs if each is not self.last)]:
+        for compiled in self.programs.by_last_run:
             admits = compiled.is_of_this_world() and compiled.is_connected() and compiled.uneven == uneven
             admits = admits and not compiled.left
             admitted = compiled.guards.admit(given) if admits else None
@@ -286,7 +266,7 @@ class Dispatch:
 
     def carried(self, call: Call) -> Carried:
         """The Python state that the programs so far write, of the models of a call: what may be inputs of the next."""
-        return self.numbers.carried(compiled.captured for compiled in self._own(call))
+        return self.numbers.carried(compiled.captured for compiled in self.programs.of_models(call))
 
     def find_capture(self, call: Call, all_gather_text: AllGatherText) -> tuple[SharedCapture | None, Carried]:
         """The capture that serves a call, if there is one on all ranks, and the numbers that a new one takes as inputs.
@@ -294,9 +274,9 @@ class Dispatch:
         These are the Python numbers that have changed since the step was compiled, on any rank: the next program reads
         them at each call.
         """
-        if not self.compiled:
+        if not self.programs.compiled:
             return None, self.numbers.of_first(call)
-        sites, changed = self.numbers.changes(call, self._own(call))
+        sites, changed = self.numbers.changes(call, self.programs.of_models(call))
         own = json.dumps([self.shared.number_for(call), changed])
         gathered = [json.loads(text) for text in all_gather_text(own)]
         live = self.numbers.of_next(call, sites, [name for _, names in gathered for name in names])
@@ -307,8 +287,8 @@ class Dispatch:
     def why_not_cached(self, call: Call) -> str:
         """Why no entry of the cache can serve a call: what an earlier call of this process had decides, too."""
         reasons = {
-            "its experts had more rows than it had room for": self.outgrown,
-            "its schedule follows what was measured": self.last is not None and bool(self.last.left),
+            "its experts had more rows than it had room for": self.room.outgrown,
+            "its schedule follows what was measured": self.programs.last is not None and bool(self.programs.last.left),
             "it has logs among its arguments": self._reader.logs,
             "the programs so far write to Python state": self.carried(call),
         }
@@ -316,11 +296,7 @@ class Dispatch:
 
     def open_sizes(self, call: Call) -> TracedSizes:
         """The sizes of arguments that the next capture leaves open."""
-        return self.shared.open_sizes(call, [each.captured for each in self._own(call)])
-
-    def captures(self, call: Call) -> list[Captured]:
-        """The captures of the models of a call, the newest first."""
-        return [each.captured for each in reversed(self._own(call))]
+        return self.shared.open_sizes(call, [each.captured for each in self.programs.of_models(call)])
 
     def note_logs(self, call: Call, found: LogsFound) -> None:
         """Read the arguments of a call anew, where containers among them are logs, or are none after all."""
@@ -336,36 +312,15 @@ class Dispatch:
         given = replace(given, leaves=[tensors.get(leaf.name, leaf) for leaf in given.leaves])
         call.read_again(with_found(self._function, given))
 
-    def _own(self, call: Call) -> list[Compiled]:
-        """The programs of the models of a call."""
-        return [each for each in self.programs if not each.guards.dead and each.guards.shares_owners_with(call.given)]
-
-    def cleared_first(self, call: Call) -> frozenset[str]:
-        """The parameters whose gradient the programs so far clear before they read it, of the models of a call."""
-        return frozenset[str]().union(*(compiled.captured.cleared_first for compiled in self._own(call)))
-
-    @property
-    def room(self) -> float | None:
-        """The room for rows of experts in the next program: for all where a call cannot begin anew with more."""
-        mode = self.options.mode
-        if mode.defer_updates or mode.micro_batches > 1 or mode.has_stages or self.options.cuda_graphs:
-            return None
-        return self._room
-
-    def notes_on_room(self, local: Program) -> list[str]:
-        """A sentence for the report."""
-        if local.room is None and not self.outgrown:
-            return []
-        room = f"{local.room} times the mean of its ranks" if local.room is not None else "all of them"
-        calls = f"{self.outgrown} call{'s' * (self.outgrown != 1)}"
-        return [f"rows of experts: a rank has room for {room}; {calls} had more, and ran again with more room"]
+    def add(self, compiled: Compiled, change: str, call: Call) -> None:
+        """Keep a new program, compiled for a call since ``change``, and its capture, if that serves other sizes."""
+        self.programs.add(compiled, change)
+        if compiled.any_size is not None:
+            self.shared.add(self.programs.compiled, compiled.any_size, compiled.guards, call)
 
     def outgrow(self, turn: Turn, compiled: Compiled, times: float) -> None:
         """Let a call that has changed nothing run a program with ``times`` the room or more; all ranks call this."""
-        assert turn.call is not None and compiled.program.room is not None, "a call that has begun was read"
-        self.outgrown += 1
-        needed = compiled.program.room * times
-        self._room = next((room for room in _ROOMS if room is None or room >= needed), None)
+        self.room.grow(compiled.program, times)
         self.leave(turn, compiled, "a rank's experts had more rows than there was room for")
 
     def leave(self, turn: Turn, compiled: Compiled, why: str) -> None:
@@ -382,63 +337,6 @@ class Dispatch:
         dims = self.rows_of_results.of(turn.compiled.captured, turn.compiled.program)
         return partial(restore, rows=turn.rows, program=turn.compiled.program, dims=dims, exchange=exchange)
 
-    def reason_to_compile(self, call: Call) -> str:
-        """The reason to compile, in the user's words."""
-        return reason_to_compile(call, self.last, self._own(call))
-
-    def add(self, compiled: Compiled, change: str, call: Call) -> None:
-        """Keep a new program, compiled for a call since ``change``; warn if its model has many.
-
-        Programs of models, process groups and connections that are gone are dropped: when that is noticed depends on
-        each rank's garbage collector, so nothing that ranks agree on may depend on ``programs``.
-        """
-        self.compiled += 1
-        if compiled.any_size is not None:
-            self.shared.add(self.compiled, compiled.any_size, compiled.guards, call)
-        self.programs = [*(each for each in self.programs if each.is_alive()), compiled]
-        self._changes = {id(each): self._changes.get(id(each), change) for each in self.programs}
-        of_model = [each for each in self.programs if each.guards.has_owners_of(compiled.guards)]
-        sizes = sum(each.is_of_one_size for each in of_model)
-        if sizes == _MANY and compiled.is_of_one_size:
-            warn_user(
-                f"{self.name} has compiled {sizes} programs that differ in sizes of arguments alone; the last one: "
-                f"{change}. Each size takes a program, which is cheaper than the first, not free: pad to a few lengths "
-                "(the next multiple of 64, say), or group rows of one length"
-            )
-        of_model = [each for each in of_model if not each.is_of_one_size]
-        if len(of_model) == _MANY and not compiled.is_of_one_size:
-            changes = [self._changes[id(each)] for each in of_model[-3:]]
-            warn_user(
-                f"{self.name} has compiled {_MANY} programs. The last ones were compiled because this changed: "
-                f"{'; '.join(changes)}. Pass what changes at every call as a tensor, or leave it out"
-            )
-
-    def use(self, compiled: Compiled) -> None:
-        """Note that a call runs a program; of more than ``max_programs``, the one that was run longest ago goes.
-
-        Where the user names no number, those count that are cheap to make again, since their capture is kept, by the
-        memory that they take. Programs of models that are gone count, too, since ranks notice at different times that a
-        model is gone.
-        """
-        counts = self.options.max_programs is not None or compiled.is_of_one_size
-        if compiled is self.last or not counts:
-            self.last = compiled
-            return
-        self.last, name = compiled, compiled.program.name
-        self._used.pop(name, None)
-        self._used[name] = compiled.captured.program.node_count
-        while self._keeps_too_many():
-            oldest = next(iter(self._used))
-            del self._used[oldest]
-            for each in [each for each in self.programs if each.program.name == oldest]:
-                self.programs.remove(each)
-                each.drop()
-
-    def _keeps_too_many(self) -> bool:
-        if self.options.max_programs is not None:
-            return len(self._used) > self.options.max_programs
-        return len(self._used) > 1 and sum(self._used.values()) > _MOST_NODES
-
     def _describe(self, turn: Turn) -> list[str]:
         """The call in lines, for ranks that differ to find the first difference."""
         assert turn.call is not None
@@ -449,7 +347,7 @@ class Dispatch:
             values = turn.compiled.describe_values(turn.call.given, turn.live)
             before = ["finishes the update of the call before"] if turn.compiled.has_pending else []
             return [*lines, *before, *values, f"runs {turn.compiled.program.name}", describe_seed()]
-        return [*lines, f"has to compile because of {self.reason_to_compile(turn.call)}"]
+        return [*lines, f"has to compile because of {self.programs.reason_to_compile(turn.call)}"]
 
     @contextmanager
     def _reporting_failure(self) -> Iterator[None]:
@@ -462,7 +360,8 @@ class Dispatch:
     def _report_failure(self, error: BaseException) -> None:
         """Report to the other ranks, which wait for this call to begin, that it failed before it could."""
         ranks = MeshRanks.of(
-            self.options.mode.mesh or (self.last.device_mesh if self.last else None), self.options.timeout
+            self.options.mode.mesh or (self.programs.last.device_mesh if self.programs.last else None),
+            self.options.timeout,
         )
         if not isinstance(error, Exception):  # an interrupt
             ranks.report_interrupt(self.name, error)

@@ -81,13 +81,13 @@ class CompiledStep(Generic[P, R]):
 
     def __repr__(self) -> str:
         """The step, where it is defined, its mode, and its programs."""
-        last = self._dispatch.last
+        last = self._dispatch.programs.last
         ran = f"{len(self.programs)} in use, last {last.program.name}" if last else "none yet"
         return f"<compiled step {self._name}, {self._options.mode!r}, programs: {ran}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the same, and the report of the program last run."""
-        report = self.report()._repr_html_() if self._dispatch.last else ""
+        report = self.report()._repr_html_() if self._dispatch.programs.last else ""
         return f"<p><code>{html.escape(repr(self))}</code></p>{report}"
 
     @property
@@ -123,12 +123,12 @@ class CompiledStep(Generic[P, R]):
     @property
     def programs(self) -> tuple[Program, ...]:
         """The programs that may run again, in order; those of models and connections that are gone go with the next."""
-        return tuple(program for compiled in self._dispatch.programs for program in compiled.programs)
+        return tuple(program for compiled in self._dispatch.programs.all for program in compiled.programs)
 
     @property
     def program(self) -> Program | None:
         """The program last run, None before the first call."""
-        return self._dispatch.last.last_program if self._dispatch.last else None
+        return self._dispatch.programs.last.last_program if self._dispatch.programs.last else None
 
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -150,7 +150,7 @@ class CompiledStep(Generic[P, R]):
                 result = self._step(args, kwargs)
         except Exception as error:
             shorten_traceback(error)
-            for sentence in filter(None, [each.lose_pending() for each in self._dispatch.deferred()]):
+            for sentence in filter(None, [each.lose_pending() for each in self._dispatch.programs.deferred()]):
                 error.add_note(sentence)
             raise
         if last_train_step:
@@ -273,12 +273,12 @@ class CompiledStep(Generic[P, R]):
             turn.live = compiled.guards.live(turn.call.given)
             turn.compiled = compiled
             compiled.executable.commit.start(turn.connection)
-        self._dispatch.use(turn.compiled)
+        self._dispatch.programs.use(turn.compiled)
         return turn.compiled
 
     def recompiles(self) -> Recompiles:
         """Each program that was compiled, with the reason that it exists; also those that can run no more."""
-        kept = {each.program.name for each in self._dispatch.programs if each.is_alive()}
+        kept = {each.program.name for each in self._dispatch.programs.all if each.is_alive()}
         programs = [replace(each, is_kept=each.program in kept) for each in self._compiler.compilations]
         return Recompiles(self._name, tuple(programs))
 
@@ -326,7 +326,7 @@ class CompiledStep(Generic[P, R]):
 
     def dump(self, folder: str | Path) -> None:
         """Write the stages of all programs under ``folder``, as ``compile(dump=folder)`` does."""
-        for each in self._dispatch.programs:
+        for each in self._dispatch.programs.all:
             dump = self._compiler.dumps.dump(Path(folder), each.program.name)
             visit_stages(dump.stage, each.captured.program, each.partitioned, each.pipeline, each.program)
             dump.report(partial(getattr, each, "report"))
@@ -354,9 +354,9 @@ class CompiledStep(Generic[P, R]):
         return Diff.of_texts(texts[names[0]], texts[names[1]], names)
 
     def _last_program(self, purpose: str) -> Compiled:
-        if self._dispatch.last is None:
+        if self._dispatch.programs.last is None:
             raise SpmdError(f"{self._name} has not been called yet, so there is no program to {purpose}: call it first")
-        return self._dispatch.last
+        return self._dispatch.programs.last
 
     def recover(self) -> None:
         """Make the state of all ranks whole and equal again after a call that failed; all ranks call it together.
@@ -400,6 +400,6 @@ class CompiledStep(Generic[P, R]):
 
         What you read afterwards is up to date. Without anything pending it does nothing.
         """
-        for each in self._dispatch.deferred():
+        for each in self._dispatch.programs.deferred():
             each.finish_pending(is_asked=True)
         remove_stale()

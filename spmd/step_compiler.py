@@ -104,10 +104,12 @@ class StepCompiler:
         with held_interrupts():
             with young_collections(), all_or_none(self._name, turn.connection) as agreement:
                 rebind_replaced_parameters(call.given.optimizers.values())
-                reason = self._dispatch.reason_to_compile(call)
-                call.without_gradient = self._dispatch.cleared_first(call)
+                reason = self._dispatch.programs.reason_to_compile(call)
+                call.without_gradient = self._dispatch.programs.cleared_first(call)
                 progress = Progress(self._title(reason), shown=agreement.is_first_rank)
-                stages = CompilePhases(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress, reason)
+                stages = CompilePhases(
+                    f"{self._name}/program-{self._dispatch.programs.compiled}", self._where, progress, reason
+                )
                 begun = call.initial_state(self._dispatch.idle)
                 with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
                     compiled = self._compiled(turn, call, agreement, stages)
@@ -121,7 +123,7 @@ class StepCompiler:
 
     def _title(self, reason: str) -> str:
         """The program that is compiled next, and why."""
-        number = self._dispatch.compiled + 1
+        number = self._dispatch.programs.compiled + 1
         return f"{self._name} (program {number}: {reason})" if number > 1 else self._name
 
     def _compiled(self, turn: Turn, call: Call, agreement: Agreement, stages: CompilePhases) -> Compiled:
@@ -207,7 +209,7 @@ class StepCompiler:
             lookup.note_capture(captured, reads, any_size or (shared.capture if shared else None))
             dump.stage(0, "capture", captured.program)
         with stages.stage("partition"), DisableAutocast():
-            captured.program.room = self._dispatch.room
+            captured.program.room = self._dispatch.room.times
             (local, pipeline), added, state = self._fitted(call, captured, agreement)
             dump.stage(1, "partition", local)
         choosing = self._choosing(pipeline, agreement, stages)
@@ -227,10 +229,10 @@ class StepCompiler:
         for count in RUNS if chooses else (1,):
             captured.program.micro_batches = MicroBatches(count, {}) if chooses else None
             local, added, state = self._partition(call, captured, agreement)
-            local.notes += self._dispatch.notes_on_room(local)
+            local.notes += self._dispatch.room.notes(local)
             self._warn_of_cuts(local, agreement)
             try:
-                return options.fitted(local, agreement.all_gather_text, self._dispatch.graphs), added, state
+                return options.fitted(local, agreement.all_gather_text, self._dispatch.programs.graphs), added, state
             except MemoryBudgetError:
                 runs = 1 if local.micro_batches is None else local.micro_batches.count
                 if not chooses or count == RUNS[-1] or runs < count:  # there are no more rows
@@ -295,7 +297,7 @@ class StepCompiler:
         """One rank's program, after the transforms of overrides, with the state that they added; and its live state."""
         if not self._options.mode.has_stages:
             check_without_stages(captured.program)
-        local = self._options.partition(captured.program, agreement.all_gather_text, self._dispatch.graphs)
+        local = self._options.partition(captured.program, agreement.all_gather_text, self._dispatch.programs.graphs)
         if Fact.STORAGE in facts_of(self._options.pipeline):
             local = with_storage_facts(local, call.slots, agreement.all_gather_text)
         state = prepare(call, local.inputs)
@@ -324,7 +326,7 @@ class StepCompiler:
 
     def _seeds(self, call: Call) -> list[int]:
         """Seeds that this rank proposes: of random ops, with the number of the call, and one to initialize by."""
-        return [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
+        return [*proposed(not self._dispatch.programs.compiled), *seed_to_initialize(call)]
 
     def _distribute(
         self, turn: Turn, call: Call, program: Program, captured: Captured, state: Prepared, seeds: list[int]

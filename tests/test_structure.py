@@ -56,8 +56,9 @@ ORDER = {
         lowering/
         override dump progress compile_phases edited_programs
         deferral/
+        options
         running/
-        options shared_captures unsharded initialized mesh_picture profile recorder
+        shared_captures unsharded initialized mesh_picture profile recorder
         cache/
         checkpoints/
         live_numbers

@@ -259,7 +259,7 @@ class Run:
     def _fill_disk(self) -> None:
         """Let the dump of the next program meet a full disk."""
         root = self.folder / f"disk-{time.time()}"
-        program = root / "step" / f"program-{self.step._dispatch.compiled}"
+        program = root / "step" / f"program-{self.step._dispatch.programs.compiled}"
         program.mkdir(parents=True)
         (program / "report.json").symlink_to("/dev/full")
         os.environ["SPMD_DUMP"] = str(root)

@@ -131,7 +131,7 @@ def _changed_by(at: AtLine, case: MLP, batch: Any, expected: float) -> list[str]
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     with suppress(KeyboardInterrupt), at.traced():
         step(model, optimizer, *batch)
-    if step._dispatch.programs:
+    if step._dispatch.programs.all:
         return None
     changed = ["the optimizer has state"] if optimizer.state else []
     changed += [] if torch.is_grad_enabled() else ["the grad mode"]

@@ -30,7 +30,7 @@ def test_ranks_that_do_not_meet_do_not_share_an_arena() -> None:
         arenas = []
         for model in (split, plain, split):
             step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(2, 4))
-            arenas.append(step._dispatch.last.executable.function.arenas)
+            arenas.append(step._dispatch.programs.last.executable.function.arenas)
     assert arenas[0] is not arenas[1] and arenas[0] is arenas[2]
 
 

@@ -100,7 +100,7 @@ class Training:
         return {name: _plain(p).clone() for name, p in self.model.named_parameters()}
 
     def is_pending(self) -> bool:
-        return any(compiled.has_pending for compiled in self.step._dispatch.programs)
+        return any(compiled.has_pending for compiled in self.step._dispatch.programs.all)
 
     def unequal(self, world: int, result: Any) -> list[str]:
         """What differs from the plain step after as many calls; the update is no longer pending."""
@@ -207,7 +207,7 @@ def looked_at(rank: int, world: int, folder: str) -> tuple[list[str], int]:
             differ = all_unequal([expected[k]], [snapshot(result, training.objects)], rank, world)
             found += [f"{name}: {each}" for each in differ]
         left = [key for each in training.model.modules() for key in vars(each) if key == "__getstate__"]
-        return found + left, training.step._dispatch.compiled
+        return found + left, training.step._dispatch.programs.compiled
 
 
 def test_a_look_at_state_finds_the_update_done(ranks: Ranks, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def unequal_rows(rank: int, world: int) -> tuple[list[str], int]:
         result = [training.step(*training.objects, *part(rank, k)) for k in range(4)][-1]
         training.step.flush()
         differ = all_unequal([snapshot(expected, objects)], [snapshot(result, training.objects)], rank, world)
-        return differ, training.step._dispatch.compiled
+        return differ, training.step._dispatch.programs.compiled
 
 
 def test_ranks_with_unequal_rows_finish_the_update_first(ranks: Ranks) -> None:
@@ -323,7 +323,7 @@ def fails(rank: int, world: int) -> tuple[str, list[str]]:
         training.call(2)
         before = training.state()
         batch = list(CASE.part(rank, 2))
-        step, compiled = training.step, training.step._dispatch.programs[0]
+        step, compiled = training.step, training.step._dispatch.programs.all[0]
         if rank == 1:
             compiled.deferred._executable._programs["steady"].executable.function = _raises
         message = ""

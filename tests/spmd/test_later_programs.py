@@ -90,10 +90,10 @@ def test_a_later_program_is_that_of_a_new_step(name: str) -> None:
         for change in changes:
             x, y = tokens(change(model, optimizer))
             step(model, optimizer, x, y)
-        later, count = step._dispatch.last, len(step.programs)
+        later, count = step._dispatch.programs.last, len(step.programs)
         new = spmd.compile(train_step)
         new(model, optimizer, x, y)
-        assert later is not None and new._dispatch.last is not None
+        assert later is not None and new._dispatch.programs.last is not None
         assert count == len(changes) + 1
-        for mine, theirs in zip(texts(later), texts(new._dispatch.last), strict=True):
+        for mine, theirs in zip(texts(later), texts(new._dispatch.programs.last), strict=True):
             assert mine == theirs

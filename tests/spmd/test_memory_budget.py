@@ -96,7 +96,7 @@ def test_a_step_that_fits_stays_as_it_is() -> None:
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_more_memory_is_never_slower(style: str) -> None:
     step = compiled("1GiB", style)
-    partitioned, most = step._dispatch.programs[0].partitioned, counted(step)
+    partitioned, most = step._dispatch.programs.all[0].partitioned, counted(step)
     figures = []
     for share in (0.0, 0.1, 0.25, 0.4):
         budget = most - int(share * peak(step))

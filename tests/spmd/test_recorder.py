@@ -147,7 +147,7 @@ def test_a_call_that_failed_does_not_run_again_before_a_later_one(
     compiled.record(tmp_path)
     batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(3)]
     compiled(model, optimizer, *batches[0])
-    run = compiled._dispatch.last.executable.function  # type: ignore[union-attr]
+    run = compiled._dispatch.programs.last.executable.function  # type: ignore[union-attr]
     with monkeypatch.context() as patched:
         patched.setattr(type(run), "__call__", failing_run)
         with pytest.raises(Exception, match="out of memory"):

@@ -50,7 +50,7 @@ def test_a_second_process_runs_no_trace_and_gives_the_same_bits(trainer: Trainer
     assert not traces, warm.report().notes
     assert got == expected
     assert "cache" in warm.report().seconds and "capture" not in warm.report().seconds
-    for one, other in zip(cold._dispatch.programs, warm._dispatch.programs, strict=True):
+    for one, other in zip(cold._dispatch.programs.all, warm._dispatch.programs.all, strict=True):
         assert list(map(print_program, one.graphs)) == list(map(print_program, other.graphs))
     assert str(cold.diff("update_in_place")) == str(warm.diff("update_in_place"))
 

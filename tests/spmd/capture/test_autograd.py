@@ -302,7 +302,7 @@ def test_what_was_traced_before_changes_no_program() -> None:
         torch.manual_seed(0)
         step = spmd.compile(case.step)
         step(*case.build(), *case.part(0, 0))
-        return print_program(step._dispatch.last.captured.program)
+        return print_program(step._dispatch.programs.last.captured.program)
 
     FakeTensorMode.cache_clear()
     first = captured()

@@ -38,7 +38,7 @@ def captured(function: Callable[..., Any], arguments: tuple[Any, ...], calls: in
     step = spmd.compile(function)
     for _ in range(calls):
         step(*arguments)
-    return [each.captured.program.graph for each in step._dispatch.programs]
+    return [each.captured.program.graph for each in step._dispatch.programs.all]
 
 
 def described(graph: Any) -> list[Any]:

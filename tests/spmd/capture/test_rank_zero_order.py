@@ -78,7 +78,7 @@ def texts(rank: int, world: int) -> list[str]:
     step, objects = spmd.compile(case.step), case.build()
     for k in range(2):
         step(*objects, *case.part(rank, k))
-    compiled = step._dispatch.programs
+    compiled = step._dispatch.programs.all
     return [passes.print_program(program) for each in compiled for program in (each.captured.program, each.partitioned)]
 
 

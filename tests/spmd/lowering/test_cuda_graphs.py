@@ -144,7 +144,7 @@ def test_a_program_on_the_cpu_says_that_it_runs_as_it_is() -> None:
 def test_what_computes_on_the_host_is_named(optimizer: str, why: str) -> None:
     """Counters of an optimizer that is neither fused nor capturable are on the CPU."""
     compiled, _ = compiled_run(0, replace(NARROW, optimizer=optimizer), 2)
-    partitioned = OnCuda().partition(compiled._dispatch.programs[-1].captured.program)
+    partitioned = OnCuda().partition(compiled._dispatch.programs.all[-1].captured.program)
     program = passes.run(partitioned, passes.with_numbers_on_device(passes.default()))
     if optimizer == "AdamW fused":  # its counters are where its parameters are
         like = next(node.meta["val"] for node in program.graph.nodes if node.op == "call_function")

@@ -159,7 +159,7 @@ def run(rank: int, case: Case, passes: Any, style: str, recorder: Recorder | Non
     seen, sources = [], []
     for k in range(STEPS):
         if k == CAPTURED and recorder is not None:
-            executable = step._dispatch.last.executable
+            executable = step._dispatch.programs.last.executable
             executable.function = Captured(executable.function, recorder)
         result = step(*objects, *case.part(rank, k))
         seen.append(snapshot(result, objects))
@@ -179,7 +179,7 @@ def replayed(rank: int, world: int, style: str) -> list[str]:
     finally:
         codegen._compiled = _compile
     assert host_numbers(step.program) == []
-    captured = step._dispatch.last.executable.function
+    captured = step._dispatch.programs.last.executable.function
     assert captured.first.calls and captured.second.calls
     strange = [str(each[0]) for tape in (captured.first, captured.second) for each in tape.calls if not is_op(each[0])]
     default, _ = run(rank, case, None, style)

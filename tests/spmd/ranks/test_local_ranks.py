@@ -73,7 +73,7 @@ def test_numbers_are_the_same_where_each_rank_updates_a_part(ranks: Ranks) -> No
 def shared_by_default(rank: int, world: int) -> tuple[list[bool], list[bool], bool]:
     """What is shared with the default passes, what without any, and whether ranks were connected for the latter."""
     bare, _ = compiled_run(rank, NARROW, 1, passes=())
-    (group,) = bare._dispatch.last.connection.groups
+    (group,) = bare._dispatch.programs.last.connection.groups
     connected = local_peers.local_peers_of(group.group_name, group) is not None
     compiled, _ = compiled_run(rank, NARROW, 2)
     return in_shared_memory(compiled.program), in_shared_memory(bare.program), connected
@@ -116,7 +116,7 @@ def after_a_failure(rank: int, world: int) -> tuple[list[str], int, bool]:
     step = spmd.compile(parallel_mode=spmd.DataParallel("fully_shard"), passes=SHARED)(case.step)
     for k in range(4):
         if k == 2:
-            step._dispatch.last.connection.close()
+            step._dispatch.programs.last.connection.close()
         result = step(model, optimizer, *case.part(rank, k))
     expected = plain_run(case, world, 4)
     got = [snapshot(result, (model, optimizer))]

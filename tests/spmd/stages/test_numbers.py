@@ -185,7 +185,7 @@ def fails_once(rank: int, world: int, case: Case) -> list[str]:
     objects = case.build()
     compiled = spmd.compile(case.step, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO))
     got = [_snapshot(compiled, objects, case.part(0, 0))]
-    stages = compiled._dispatch.last.executable.function.executable  # type: ignore[union-attr]
+    stages = compiled._dispatch.programs.last.executable.function.executable  # type: ignore[union-attr]
     lowered = stages._programs[f"backward.{rank}"]
     sound, runs = lowered.executable, list[int]()
 
