@@ -13,12 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from passes import Diff, Program, RankFailedError, Report, SpmdError, print_program
+from passes import Diff, Program, Report, SpmdError, print_program
 from passes.runtime.rooms import RoomExceededError
 
 from ._torch import DisableTorchFunctionSubclass, get_proxy_mode
-from .call.call import Call
-from .call.refuse_saves import RefusedSaves, refusal_of
 from .call.rng import kept_on
 from .call.state import Arguments
 from .call.unequal_rows import UnequalRows
@@ -27,21 +25,17 @@ from .capture_call import capture_call
 from .deferral.pending import calling, no_hooks_on_calls, remove_stale
 from .dispatch import Dispatch, Turn
 from .dump import files_of, stage_name, stages_to_compare, visit_stages
+from .failed_calls import FailedCalls
 from .guards.recompiles import Recompiles
 from .interpreter.source_lines import defined_at
 from .modes.adapt import Adapting
 from .modes.auto import Auto
 from .options import Options
 from .profile import Profile
-from .ranks.consensus import all_or_none, notify, standing_of
-from .ranks.failures import StateIs
-from .ranks.standing import StateError
+from .ranks.consensus import all_or_none, notify
 from .recorder import Recorder
 from .running.compiled import Compiled
 from .running.deferred_program import DeferredProgram
-from .state.background_reads import READS
-from .state.edits import EditedError
-from .state.recover import recover
 from .state.split_tensor import own_looks
 from .step_compiler import StepCompiler, first_runs
 from .unexpected_errors import unexpected_errors
@@ -68,9 +62,7 @@ class CompiledStep(Generic[P, R]):
             raise TypeError(f"{self._name} has an argument last_train_step, which compiled steps take themselves")
         self._dispatch = Dispatch(self._name, function, options, self._where)
         self._compiler = StepCompiler(self._name, function, options, self._where, self._dispatch)
-        self._failed: Call | None = None  # the call that failed last
-        self._is_edited = False  # since its ranks had written other values to its state
-        self._refused: RefusedSaves | None = None
+        self._failed = FailedCalls(self._name, options)
         self._profile, self._calls = Profile(), 0
         mode = options.mode
         self._adapting = Adapting(mode.table, options.pipeline) if isinstance(mode, Auto) and mode.adapt else None
@@ -162,13 +154,12 @@ class CompiledStep(Generic[P, R]):
         try:
             return self._run(turn, args, kwargs)
         except BaseException as error:  # an interrupt, too
-            if turn.connection is not None or isinstance(error, RankFailedError) or standing_of(None).partly:
-                self._failed, self._is_edited = turn.call or self._failed, isinstance(error, EditedError)
+            self._failed.note(turn, error)
             try:
                 if turn.has_begun:
                     notify(turn.connection, self._name, error, turn.state)
             finally:
-                self._refuse_saves(turn, error)
+                self._failed.refuse_saves(turn, error)
             raise
 
     def _run(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,9 +197,7 @@ class CompiledStep(Generic[P, R]):
             self._adapting.end()
         if turn.connection is not None:
             turn.connection.is_in_call = False
-        self._failed = None
-        if self._refused is not None and not self._refused.why:
-            self._allow_saves()
+        self._failed.end()
         return result
 
     def _begin_timing(self, compiled: Compiled) -> None:
@@ -367,33 +356,7 @@ class CompiledStep(Generic[P, R]):
         Raises ``SpmdError`` where it is not possible, with the reason.
         """
         with calling:
-            if self._failed is not None:
-                READS.wait_for_all()
-                recover(self._failed, self._dispatch.ranks_of(self._failed), self._name, self._is_edited)
-            self._allow_saves()
-            self._failed = None
-
-    def _refuse_saves(self, turn: Turn, error: BaseException) -> None:
-        """Let state dicts raise while state is not whole, or not that of the other ranks."""
-        if turn.call is None:
-            return
-        if isinstance(error, StateError) and refusal_of(turn.call.given)[0] is not None:
-            return  # the refusal knows more
-        standing, why, partly = standing_of(turn.connection), "", ""
-        if isinstance(error, StateError):
-            standing, why = error.standing, str(error)
-        elif turn.state is StateIs.MIXED:
-            why = partly = standing.take(has_updated=not turn.is_distributing)
-        has_failed = turn.connection is not None and turn.connection.is_closed
-        if not (why or (has_failed and self._refused is None)):
-            return
-        self._allow_saves()
-        self._refused = RefusedSaves(turn.call.given, why, standing, partly)
-
-    def _allow_saves(self) -> None:
-        if self._refused is not None:
-            self._refused.allow()
-            self._refused = None
+            self._failed.recover()
 
     def flush(self) -> None:
         """Finish the update that the last call left for the next one (``defer_updates``); all ranks call it together.

@@ -65,6 +65,7 @@ ORDER = {
         dispatch
         capture_call
         step_compiler
+        failed_calls
         step
         decorator
         verification/
