@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..analysis.agreed_sizes import most_bytes, of_all
@@ -19,10 +20,13 @@ from ..analysis.reachability import ancestors_among
 from ..analysis.topological import settle
 from ..ir.collectives import WAIT, Collective, Kind, group_of, is_wait, operands, reduction_of
 from ..ir.edit import insert_before, replace
+from ..ir.ops import Trait, has
 from ..ir.program import Program
 from ..ir.roles import Role
+from ..runtime.arena import ALIGNMENT
 from .packed import Bucket, Call
 
+aten = torch.ops.aten
 _Index = tuple[int, int]  # of a unit, and of a parameter in it
 
 
@@ -46,9 +50,30 @@ def merge(program: Program, packing: Packing, max_bytes: int, first_bytes: int |
         call = partial(insert_before, last, like=last)
         merged = call(packing.op, packing.pack(call, bucket), *bucket[0].args[1:])
         merged.meta |= joined(bucket)
-        _replace_members(bucket, packing.unpack(call, call(WAIT, merged), bucket))
+        results = packing.unpack(call, call(WAIT, merged), bucket)
+        if program.same_bits and packing.kind is not Kind.ALL_GATHER:
+            results = _aligned(call, bucket, results)
+        _replace_members(bucket, results)
     settle(program.graph, late)
     return len(found)
+
+
+def _aligned(call: Call, bucket: Bucket, parts: list[fx.Node]) -> list[fx.Node]:
+    """Copies of those ``parts`` of a bucket that kernels would round by where they begin, and that begin anywhere."""
+    found, offset = [], 0
+    for member, part in zip(bucket, parts, strict=True):
+        of_products = any(_is_multiplied(wait) for wait in member.users)
+        found.append(call(aten.clone.default, part) if of_products and offset % ALIGNMENT else part)
+        offset += next(iter(member.users)).meta["val"].nbytes
+    return found
+
+
+def _is_multiplied(value: fx.Node) -> bool:
+    """Whether a value, or a view of it, is read by more than pointwise ops."""
+    readers = [reader for reader in value.users if reader.op == "call_function"]
+    if any(not has(reader.target, Trait.VIEW, Trait.POINTWISE, Trait.MUTABLE) for reader in readers):
+        return True
+    return any(has(reader.target, Trait.VIEW) and _is_multiplied(reader) for reader in readers)
 
 
 def _readers_before(last: fx.Node, bucket: Bucket) -> set[fx.Node]:

@@ -17,6 +17,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from .._torch import LazyGraphModule, Placement
+from ..runtime.arena import aligned
 from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
 from .rates import UNMEASURED, Rate
 from .roles import AxisRole, Memory, Role
@@ -220,11 +221,12 @@ class MicroBatches:
     def _input(self, declared: Input, value: Any, k: int) -> Any:
         if declared.role is Role.RUN:
             return k
-        if declared.name not in self.split:
-            return value
-        dim = self.split[declared.name]
-        step = -(-value.shape[dim] // self.count)
-        return value.narrow(dim, k * step, min(step, value.shape[dim] - k * step)).contiguous()
+        if declared.name in self.split:
+            dim = self.split[declared.name]
+            step = -(-value.shape[dim] // self.count)
+            value = value.narrow(dim, k * step, min(step, value.shape[dim] - k * step)).contiguous()
+        is_given = self.tree and isinstance(value, torch.Tensor) and declared.role in (Role.BATCH, Role.ARGUMENT)
+        return aligned(value) if is_given else value
 
 
 @dataclass
@@ -258,6 +260,7 @@ class Program:
     stages: Any = None  # if ranks run stages of it in its place, the bundle of their programs
     schedules: tuple[Any, ...] = ()  # of a pipeline, those that fit the step, the one that it has first
     room: float | None = None  # rows of experts that a rank has room for, as a multiple of the mean; None: for all
+    same_bits: bool = False  # it has the same bits on any number of ranks: values begin at multiples of ``ALIGNMENT``
     assignment: Any = None  # how each captured node is computed on the ranks, if a partitioner noted it
 
     @classmethod

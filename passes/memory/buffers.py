@@ -17,7 +17,7 @@ from ..ir.collectives import is_shared, operands
 from ..ir.ops import Trait, has
 from ..ir.region import island_of
 from ..ir.schemas import argument
-from ..runtime.arena import extent
+from ..runtime.arena import ALIGNMENT, extent
 
 aten = torch.ops.aten
 
@@ -59,13 +59,15 @@ class Buffer:
 class Buffers:
     """The buffers of a graph by the node that writes them: one for each of its results."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, only_aligned: bool = False) -> None:
+        """``only_aligned``: no value begins elsewhere than at multiples of ``ALIGNMENT``."""
         self.layouts = Layouts(graph)
         self.found = storages(graph)
         self.position = {node: k for k, node in enumerate(graph.nodes)}
         self.of: dict[fx.Node, list[Buffer]] = {}
         # For each member of a concatenation, the buffer in which it is computed there; None if it has to be copied.
         self.members: dict[fx.Node, list[Buffer | None]] = {}
+        self._only_aligned = only_aligned
         self._shared = [node for node in graph.nodes if is_shared(node)]
         escapes, last = escaping(graph, self.found), last_reads(graph, self.found)
         for node in graph.nodes:
@@ -104,7 +106,8 @@ class Buffers:
         embedded: list[Buffer | None] = []
         members: Any = node.args[0]
         for member in members:
-            part = self._embeddable(member, whole)
+            is_aligned = offset % ALIGNMENT == 0 or not self._only_aligned
+            part = self._embeddable(member, whole) if is_aligned else None
             if part is not None:
                 part.move_into(whole, offset)
                 part.fixed = whole.fixed = True

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-ALIGNMENT = 64  # bytes: a cache line, and as wide as any vector
+from ..runtime.arena import ALIGNMENT
+
 SMALL = 16_384  # bytes
 
 _Taken = tuple[int, int, int, int, int]  # start, end, number, first, last

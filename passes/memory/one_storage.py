@@ -26,6 +26,7 @@ from ..ir.meta import Relation
 from ..ir.ops import Trait, has
 from ..ir.program import Input, Part, Program, is_even
 from ..ir.roles import Role
+from ..runtime.arena import ALIGNMENT
 from ..runtime.host_memory import to_device
 
 aten = torch.ops.aten
@@ -43,8 +44,8 @@ class OneStorage(Pass):
     perhaps cast, the input is: by one copy.
 
     Only what is contiguous, in equal parts on all ranks and of one dtype, device and memory is taken. State in
-    ``program.fixed`` stays where it is; a group in ``program.stored`` is taken whole and in its order, or not at all.
-    Updates stay updates of the parts.
+    ``program.fixed`` stays where it is; a group in ``program.stored`` is taken whole and in its order, or not at all;
+    with ``program.same_bits``, all parts begin at multiples of ``ALIGNMENT``. Updates stay updates of the parts.
     """
 
     facts: ClassVar[frozenset[Fact]] = frozenset({Fact.STORAGE})
@@ -107,7 +108,8 @@ def _state_by_kind(program: Program) -> dict[str, dict[str, str]]:
 def _can_join(program: Program, layouts: Layouts, members: Sequence[tuple[Input, fx.Node]]) -> bool:
     vals = [node.meta["val"] for _, node in members]
     kinds = {(declared.memory, val.dtype, val.device) for (declared, _), val in zip(members, vals, strict=True)}
-    return all(_is_free(program, layouts, *member) for member in members) and len(kinds) == 1
+    is_aligned = not program.same_bits or all(val.nbytes % ALIGNMENT == 0 for val in vals[:-1])
+    return all(_is_free(program, layouts, *member) for member in members) and len(kinds) == 1 and is_aligned
 
 
 def _is_free(program: Program, layouts: Layouts, declared: Input, node: fx.Node) -> bool:

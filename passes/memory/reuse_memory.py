@@ -49,7 +49,7 @@ class ReuseMemory(Pass):
         """Plan an arena for each device, then let nodes write into it."""
         _drop_contiguous(program.graph)
         _copy_results(program.graph)
-        buffers = Buffers(program.graph)
+        buffers = Buffers(program.graph, program.same_bits)
         emitter = _Emitter(_places(program, buffers.all()))
         for node, island in islands(program.graph).items():
             emitter.write_island(node, island, buffers)

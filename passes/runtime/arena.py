@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from .host_memory import like
 from .segments import allocate_segment
+
+ALIGNMENT = 64  # bytes: a cache line, and as wide as any vector
 
 
 def reserve(size: int, device: torch.device, shared: bool = False) -> torch.Tensor:
@@ -44,6 +47,16 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy at a multiple of ``ALIGNMENT``: matrix products round by where operands begin."""
+    return like(tensor, tensor.device).copy_(tensor) if is_unaligned(tensor) else tensor
+
+
+def is_unaligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor begins elsewhere. A fake one has no memory."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.data_ptr() % ALIGNMENT != 0
 
 
 def has_arena(graph: fx.Graph) -> bool:

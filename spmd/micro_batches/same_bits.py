@@ -45,6 +45,7 @@ def partition_with_same_bits(program: Program, plan: Plan, virtual: int) -> Prog
                 f'bits="same" cuts the global batch into {virtual} equal parts, but {each.name} has '
                 f"{each.shape[dims[0]]} rows: pass a multiple of {virtual}, or drop the last batch"
             )
+    program = replace(program, same_bits=True)
     if spread:
         return partition_and_spread(program, plan, virtual, spread[0])
     ordered = [replace(axis, ordered=k in over) for k, axis in enumerate(program.mesh.axes)]

@@ -296,6 +296,20 @@ def test_parts_of_the_last_dim_have_the_same_bits() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_products_have_the_same_bits_wherever_operands_were_stored() -> None:
+    """A matrix product rounds by where operands begin: parameters of these sizes begin anywhere in a flat storage."""
+    layers = [nn.Linear(37, 11), nn.Tanh(), nn.Linear(11, 37, bias=False), nn.Tanh(), nn.Linear(37, 67), nn.Tanh()]
+    model, x = nn.Sequential(*layers, nn.Linear(67, 3)).double(), torch.randn(48, 37, dtype=torch.float64)
+    step, optimizer = spmd.compile(fits, parallel_mode=mode("fully_shard")), torch.optim.SGD(model.parameters(), lr=0.1)
+    verdict = spmd.verify(step, model, optimizer, x, world=2, steps=1, bits=True)
+    assert verdict, verdict
+    memory = torch.zeros(model[4].weight.numel() + 1, dtype=torch.float64)
+    model[4].weight.data = memory[1:].view(67, 37)  # and what is not stored flat, where it lies
+    with pytest.raises(ValueError, match=r"expected model\.4\.weight to begin at a multiple of 64 bytes"):
+        spmd.compile(fits, parallel_mode=mode(), passes=())(model, optimizer, x)
+
+
+@pytest.mark.usefixtures("alone")
 def test_verify_sees_sums_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank adds up its parts one after the other, and then ranks: right but for rounding."""
     monkeypatch.setattr(runs, "ascend", lambda *_: None)
