@@ -51,6 +51,24 @@ def accumulate(
     return {name: _accumulate(program, node, name, dtype, levels) for name, node in zip(names, sums, strict=True)}
 
 
+def check_sums(program: Program, sums: set[fx.Node]) -> None:
+    """Raise ``PartitionError`` where ranks add up floats that are no sum of a rank's parts, as ``sums`` are."""
+    accumulators = {
+        n for n, each in zip(program.placeholders, program.inputs, strict=True) if each.role is Role.ACCUMULATOR
+    }
+    sums = set(sums)
+    for node in program.graph.nodes:
+        read = node.all_input_nodes
+        reduces = is_collective(node) and kind_of(node) in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+        if reduces and node.meta["val"].is_floating_point() and not sums.issuperset(read):
+            raise PartitionError(
+                f"{described(node)} adds up over ranks what is no sum of parts of the batch, which "
+                f'bits="same" does not support: {node.meta["collective"].why}'
+            )
+        if not accumulators.isdisjoint(read) or (read and reduces) or (len(read) == 1 and read[0] in sums):
+            sums.add(node)
+
+
 def add_run(program: Program) -> None:
     """The input that says which micro-batch runs, where some op draws."""
     if program.draws:

@@ -71,14 +71,9 @@ def compute_early(
     return taken
 
 
-def check_exact(sums: Sequence[fx.Node]) -> None:
-    """Raise ``PartitionError`` for sums of floats, which are computed ahead in an order that ranks have part in."""
-    for node in sums:
-        if node.meta["val"].is_floating_point():
-            raise PartitionError(
-                f'{described(node)} is a sum of floats that each part of the batch needs, and bits="same" knows only '
-                "sums of whole numbers ahead: sum integers or bools, or divide by a number of your own"
-            )
+def floats(sums: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of the sums whose last bits depend on an order."""
+    return [node for node in sums if node.meta["val"].is_floating_point()]
 
 
 def _captured(node: fx.Node) -> str:

@@ -12,19 +12,15 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from torch import fx
 from torch.distributed.tensor import Shard
 
-from passes import AxisRole, Kind, PartitionError, Program, Role
-from passes.ir.collectives import is_collective, kind_of
+from passes import AxisRole, PartitionError, Program, Role
 
 from ..partitioner.plan import Plan
-from .lines import described
+from .accumulate import check_sums
 from .spread import partition_and_spread
 from .state_in_parts import keep_parts, with_whole_state
 from .time_axis import partition_in_time
-
-_SUM = Role.ACCUMULATOR
 
 
 def partition_with_same_bits(program: Program, plan: Plan, virtual: int) -> Program:
@@ -52,7 +48,8 @@ def partition_with_same_bits(program: Program, plan: Plan, virtual: int) -> Prog
     program = replace(program, mesh=replace(program.mesh, axes=tuple(ordered)))
     count = virtual // ranks
     local = partition_in_time(program, with_whole_state(program, plan), count, levels=(count - 1).bit_length())
-    _check_sums(local)
+    if local.micro_batches is not None:
+        check_sums(local, set())
     keep_parts(local, plan)
     return local
 
@@ -72,19 +69,3 @@ def _check_wire(program: Program, plan: Plan) -> None:
         raise PartitionError('expected no gather_dtype with bits="same": one rank by itself rounds no parameters')
     if plan.memory and with_whole_state(program, plan).placements != plan.placements:
         raise PartitionError('expected no offload_policy with bits="same" where state is split: leave out one of them')
-
-
-def _check_sums(program: Program) -> None:
-    """Raise ``PartitionError`` where ranks add up floats that are no sum of a rank's parts."""
-    accumulators = {n for n, each in zip(program.placeholders, program.inputs, strict=True) if each.role is _SUM}
-    sums = set[fx.Node]()
-    for node in program.graph.nodes:
-        read = node.all_input_nodes
-        reduces = is_collective(node) and kind_of(node) in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
-        if reduces and node.meta["val"].is_floating_point() and not sums.issuperset(read):
-            raise PartitionError(
-                f"{described(node)} adds up over ranks what is no sum of parts of the batch, which "
-                f'bits="same" does not support: {node.meta["collective"].why}'
-            )
-        if not accumulators.isdisjoint(read) or (read and reduces) or (len(read) == 1 and read[0] in sums):
-            sums.add(node)

@@ -47,7 +47,11 @@ def partition_and_spread(program: Program, plan: Plan, virtual: int, over: int) 
     on_one = replace(program, mesh=replace(mesh, axes=tuple(axes)))
     local = partition_in_time(on_one, with_whole_state(program, plan), virtual, levels=1)
     micro = local.micro_batches
-    assert micro is not None
+    if micro is None:
+        raise PartitionError(
+            f'{local.notes[-1]}. With bits="same" that takes no {axis.size} ranks along {axis.name}: pass mesh= with '
+            "axes of 2 for those that split the batch"
+        )
     rows = {each.name: each.shape[micro.split[each.name]] for each in program.inputs if each.name in micro.split}
     spread = Spread(axis.coordinate, axis.size, axis.group, rows)
     _replicate(local, over, axis.size)

@@ -19,8 +19,10 @@ from ..partitioner.plan import Plan
 from ..partitioner.solver_problem import Problem
 from ..placements import chunk, local_shape
 from .accumulate import TIME, accumulate, add_run, follow_the_run, joined_outputs, sums_in_time, without_axis
-from .early_sums import check_exact, compute_early, early, of_activations
+from .early_sums import compute_early, early, floats, of_activations
+from .lines import described
 from .own_statistics import keep_own
+from .side_by_side import side_by_side
 
 
 def partition_in_time(
@@ -118,6 +120,11 @@ class _Shares:
             follow_the_run(local, self._emitted(k + 1))
         joined = joined_outputs(local)
         ahead = early(local.graph, sums, _values(local, joined))
+        if self.levels and (needed := [*floats(ahead), *of_activations(self.program, ahead)]):
+            lines = ", ".join(dict.fromkeys(map(described, needed)))
+            note = f"{lines}: each part of the batch needs sums of all, so that a rank computes its parts together"
+            together = side_by_side(local, self.rows, joined, self.count)
+            return replace(without_axis(together, {}, self.count, k), notes=[*local.notes, note])
         own = of_activations(self.program, ahead) if self.keeps_own else []
         if own:
             given = [node for node in ahead if node not in own]
@@ -125,8 +132,6 @@ class _Shares:
             keep_own(local, others, own, _values(local, joined), self.count)
             sums = sums_in_time(local)
             ahead = early(local.graph, sums, _values(local, joined))
-        if self.levels:
-            check_exact(ahead)
         whole = compute_early(local, self.program, self.plan, self.rows, ahead) if ahead else {}
         sums = sums_in_time(local)
         assert not early(local.graph, sums, _values(local, joined)), "what a run needs of others is computed ahead"

@@ -31,8 +31,14 @@ def run_programs(
     if programs[0].stages is not None:
         return _run_stages(programs, inputs, watch)
     micro = programs[0].micro_batches
-    if micro is None:
+    if micro is None and (watch is None or not programs[0].same_bits):
         return run_in_lockstep(programs, inputs, watch)
+    if micro is None and watch is not None:
+        parts = _Seen(side_by_side=True)
+        results = run_in_lockstep(programs, inputs, parts)
+        parts.show(watch)
+        return results
+    assert micro is not None
     for program, given in zip(programs, inputs, strict=True):
         for k, zeros in new_accumulators(program).items():
             given[k] = zeros
@@ -149,15 +155,22 @@ def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], o
 
 @dataclass
 class _Seen:
-    """The values of each node in all runs, by rank; nodes of one name are the same in programs of other sizes."""
+    """The values of each node in all runs, by rank; nodes of one name are the same in programs of other sizes.
 
+    ``side_by_side``: one program has nodes for all parts, in order, which compute parts of one captured value.
+    """
+
+    side_by_side: bool = False
     nodes: dict[str, Sequence[fx.Node]] = field(default_factory=dict)
     values: dict[str, list[Sequence[Any]]] = field(default_factory=dict)
 
     def __call__(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
         """Keep the values of a node in one run."""
-        self.nodes[nodes[0].name] = nodes
-        self.values.setdefault(nodes[0].name, []).append(values)
+        name, meta = nodes[0].name, nodes[0].meta
+        if self.side_by_side and "in_time" in meta:
+            name = f"parts of {meta['captured']}"
+        self.nodes[name] = nodes
+        self.values.setdefault(name, []).append(values)
 
     def show(self, watch: Watch) -> None:
         """Show what each node computed in all runs together."""

@@ -67,6 +67,12 @@ def small() -> nn.Module:
     )
 
 
+def with_norm() -> nn.Module:
+    """Statistics of all rows, at each position."""
+    first, second, *_ = small()  # type: ignore[misc]
+    return nn.Sequential(first, second, nn.BatchNorm1d(CONFIG.context), nn.GELU(), nn.Linear(37, 256))
+
+
 def fits(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
     loss.backward()
@@ -97,7 +103,11 @@ def mode(style: Any = "replicate", in_pairs: bool = False) -> spmd.DataParallel:
 
 
 def digest(model: nn.Module, optimizer: Any, results: list[Any]) -> str:
-    tensors = [*model.parameters(), *(each[key] for each in optimizer.state.values() for key in sorted(each))]
+    tensors = [
+        *model.parameters(),
+        *model.buffers(),
+        *(each[key] for each in optimizer.state.values() for key in sorted(each)),
+    ]
     found = hashlib.sha256(repr(results).encode())
     for each in tensors:
         whole = each.full_tensor() if isinstance(each, DTensor) else each
@@ -125,8 +135,9 @@ def trained(
         (train, "AdamW", {"drop": 0.3}, None, [(1,), (2, "fully_shard")]),
         (train, "AdamW", {"autocast": True}, small, [(1, "fully_shard"), (2, "replicate"), (4, "fully_shard", True)]),
         (penalized, "SGD", {}, small, [(1,), (2, "fully_shard"), (3,)]),  # of 6, 6 and 4 rows
+        (train, "AdamW", {"drop": 0.3}, with_norm, [(1,), (2, "fully_shard")]),
     ],
-    ids=["dropout", "autocast", "penalized"],
+    ids=["dropout", "autocast", "penalized", "statistics"],
 )
 def test_state_has_the_same_bits_on_any_number_of_ranks(
     ranks: Ranks, function: Any, optimizer: str, options: dict[str, Any], make: Any, worlds: list[tuple[Any, ...]]
@@ -228,9 +239,16 @@ def test_what_does_not_divide_is_refused(ranks: Ranks) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_sum_of_floats_that_parts_need_is_refused() -> None:
-    with pytest.raises(spmd.PartitionError, match="is a sum of floats that each part of the batch needs"):
-        spmd.compile(weighted, parallel_mode=spmd.DataParallel(bits="same"))(*build("SGD", small), *rows(0))
+def test_parts_that_need_sums_of_all_are_computed_side_by_side() -> None:
+    """The right numbers, and the same bits; three ranks, which no tree of pairs has, are refused."""
+    cases: list[Any] = [(train, with_norm, {"drop": 0.3}, False), (weighted, small, {}, True)]
+    for function, make, options, bits in cases:
+        model, optimizer = build("SGD", make)
+        step = spmd.compile(function, parallel_mode=mode())
+        verdict = spmd.verify(step, model.double(), optimizer, *rows(0), **options, world=2, steps=1, bits=bits)
+        assert verdict, verdict
+    with pytest.raises(spmd.PartitionError, match=r"each part of the batch needs sums of all.* takes no 3 ranks"):
+        spmd.verify(step, *build("SGD", small), *rows(0), world=3)
 
 
 @pytest.mark.usefixtures("alone")
