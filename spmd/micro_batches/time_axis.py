@@ -20,6 +20,7 @@ from ..partitioner.solver_problem import Problem
 from ..placements import chunk, local_shape
 from .accumulate import TIME, accumulate, add_run, follow_the_run, joined_outputs, sums_in_time, without_axis
 from .early_sums import compute_early, early, floats, of_activations
+from .equal_rows import compute_equal_rows_in_part
 from .lines import described
 from .own_statistics import keep_own
 from .side_by_side import side_by_side
@@ -141,7 +142,9 @@ class _Shares:
 
     def _emitted(self, k: int) -> Program:
         problem = self._problem(k)
-        return emit(problem, self._assignment)
+        program = emit(problem, self._assignment)
+        compute_equal_rows_in_part(program)
+        return program
 
     def _problem(self, k: int) -> Problem:
         return Problem.of(

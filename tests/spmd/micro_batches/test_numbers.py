@@ -188,6 +188,29 @@ def test_under_autocast() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-3)
 
 
+class Recurrent(nn.Module):
+    """Its first state is filled with zeros: nothing says how to split it."""
+
+    def __init__(self, cells: Any) -> None:
+        super().__init__()
+        self.cells, self.head = cells(5, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cells(torch.stack([x, -x], 1))[0][:, -1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("cells", "options"), [(nn.LSTM, {"micro_batches": 3}), (nn.GRU, {"bits": "same", "virtual": 4})]
+)
+def test_recurrent_modules(cells: Any, options: dict[str, Any]) -> None:
+    compiled = spmd.compile(regress, parallel_mode=spmd.DataParallel(**options))
+    model = Recurrent(cells).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    verdict = spmd.verify(compiled, model, optimizer, *batch(24), world=2, steps=1, bits="bits" in options)
+    assert verdict, verdict
+
+
 def merges(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     predicted = model(x.unsqueeze(1).expand(-1, 4, -1)).flatten(0, 1)
     loss = F.mse_loss(predicted, y.repeat_interleave(4, 0))
