@@ -129,7 +129,7 @@ def parallel_mode(options: argparse.Namespace, mesh: DeviceMesh | None, model: g
     """Data parallel over the first axis of the mesh, and, if asked, tensor parallel over the second."""
     shard = options.shard_optimizer
     if not options.tensor_parallel:
-        return spmd.DataParallel(options.mode, shard_optimizer=shard)
+        return spmd.DataParallel(options.mode, shard_optimizer=shard, bits="same" if options.same_bits else None)
     if options.sequence_parallel:
         tensor_parallel.split_sequence(model)
     params = tensor_parallel.placements(options.model)
@@ -434,6 +434,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--save-every", type=positive, metavar="N", help="save after so many steps, and on SIGTERM; None: never")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     add("--elastic", action="store_true", help="hosts may leave and join: --batch is that of all ranks; saves, resumes")
+    add("--same-bits", action="store_true", help="the same parameters, bit for bit, on any number of ranks")
     add("--checkpoints", default="runs/checkpoints", metavar="FOLDER", help="where they are")
     add("--log-every", type=positive, metavar="N", default=20, help="steps between messages")
     add("--prompt", default="def ", help="what the sample starts with")
@@ -445,6 +446,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         refuse("--shard-optimizer goes with --mode replicate: the other modes split optimizer state with parameters")
     if options.elastic:
         options.resume, options.save_every = True, options.save_every or 20
+    if options.same_bits and (options.mesh or options.eager):
+        refuse("--same-bits is for data parallel steps: leave out --mesh and --eager")
     if (options.mesh is None) == options.tensor_parallel or options.sequence_parallel > options.tensor_parallel:
         refuse("--mesh and --tensor-parallel go together, and --sequence-parallel needs both: --mesh 2x2 for 4 ranks")
     try:

@@ -46,10 +46,11 @@ from passes.analysis.aliases import escaping, is_view, storages
 from passes.analysis.out_variants import is_constant
 from passes.ir.collectives import WAIT, is_collective, is_wait
 from passes.ir.effects import mutates, written
+from passes.ir.program import is_sharded
 from passes.ir.region import Region, region_of
 from passes.ir.region import regions as find_regions
 from passes.ir.schemas import schema
-from passes.runtime.arena import reserve, view_at, whole
+from passes.runtime.arena import ALIGNMENT, is_unaligned, reserve, view_at, whole
 from passes.runtime.host_memory import wait_copy
 from passes.runtime.message_collectives import OUT_VARIANTS
 from passes.runtime.rooms import within
@@ -114,6 +115,7 @@ class Bound:
         stays = [is_fixed(node, declared) for node, declared in zip(program.placeholders, program.inputs, strict=True)]
         self._fixed = [k for k, each in enumerate(stays) if each]
         self._given = [k for k, each in enumerate(stays) if not each]
+        self._aligned = [program.inputs[k] if program.same_bits else None for k in self._fixed]
         self.clock, text = clock, _Writer(program, self._fixed, self._given, self.arenas, clock)
         if regions is not None:
             text.regions = {region: regions.compiled(region) for region in find_regions(program.graph).values()}
@@ -153,6 +155,8 @@ class Bound:
         halves = self._halves  # another thread, whose step is compiled, may let go of it meanwhile
         if halves is None or addresses != self._addresses or not all(map(is_, state, self._state)):
             self.release()
+            for declared, tensor in zip(self._aligned, state, strict=True):
+                _check_aligned(declared, tensor)
             halves = self._bind(*state)
             self._halves, self._state, self._addresses = halves, state, addresses
         return halves
@@ -185,6 +189,17 @@ class Bound:
     def seconds(self) -> dict[str, float]:
         """How long each node of the last call took, by its name; of those that run at each call."""
         return self.clock.seconds(self._timed) if self.clock is not None else {}
+
+
+def _check_aligned(declared: Input | None, tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` for state that begins where matrix products round otherwise than on other ranks."""
+    if declared is None or declared.role not in (Role.PARAMETER, Role.BUFFER) or is_sharded(declared.placement):
+        return
+    if is_unaligned(tensor):
+        raise ValueError(
+            f'expected {declared.name} to begin at a multiple of {ALIGNMENT} bytes with bits="same", but it is a part '
+            "of other memory: give it memory of its own before the first step, p.data = p.data.clone()"
+        )
 
 
 def _closed(*state: torch.Tensor) -> Halves:

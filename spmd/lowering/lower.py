@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from passes import OutputKind, Part, Program, Role
+from passes import OutputKind, Part, Program
 from passes.cleanup.dead_code import DeadCode
 from passes.ir.micro_batches import accumulating, ascend, gather_rows, new_accumulators, return_rows
-from passes.runtime.arena import ALIGNMENT, has_shared_arena, is_unaligned
+from passes.runtime.arena import has_shared_arena
 from passes.schedule.node_costs import device_of
 
 from .._torch import DisableAutocast
@@ -70,8 +70,6 @@ class Runs:
         self.accumulators = self.accumulators or new_accumulators(self.program)
         for k, memory in self.accumulators.items():
             given[k] = memory
-        if self.program.same_bits:
-            _check_aligned(self.program, inputs)
         gather_rows(self.program, given)
         for k in micro.idle_runs:
             self._run(given, k, commit)
@@ -107,16 +105,6 @@ class Runs:
             return joined
         pairs = list(zip(outputs, joined, strict=True))
         return [return_rows(micro, each.name, value) if each.name in micro.joined else value for each, value in pairs]
-
-
-def _check_aligned(program: Program, inputs: Sequence[Any]) -> None:
-    """Raise ``ValueError`` for state that begins where matrix products round otherwise than on other ranks."""
-    for declared, value in zip(program.inputs, inputs, strict=True):
-        if declared.role in (Role.PARAMETER, Role.BUFFER) and is_unaligned(value):
-            raise ValueError(
-                f'expected {declared.name} to begin at a multiple of {ALIGNMENT} bytes with bits="same", but it is a '
-                "part of other memory: give it memory of its own before the first step, p.data = p.data.clone()"
-            )
 
 
 class Function(Protocol):

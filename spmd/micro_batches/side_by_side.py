@@ -110,7 +110,7 @@ class _Writer:
     def _copy(self, node: fx.Node, k: int) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: self.copies[each][k])
         if node.target in _ARITHMETIC and all(isinstance(each, int) for each in args):
-            return node.target(*args)  # type: ignore[operator]
+            return node.target(*args)
         new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
         new.meta = dict(node.meta)
         placement = node.meta.get("placement")
