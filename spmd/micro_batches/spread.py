@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import Axis, Collective, Kind, PartitionError, Program, Role
+from passes import Axis, Collective, Input, Kind, Output, OutputKind, PartitionError, Program, Role
 from passes.ir.collectives import WAIT, c10d
 from passes.ir.edit import insert_before
 from passes.ir.micro_batches import subtrees
@@ -45,16 +45,18 @@ def partition_and_spread(program: Program, plan: Plan, virtual: int, over: int) 
         raise PartitionError(f'bits="same" has virtual={virtual} parts for {axis.size} ranks: pass more, on any number')
     axes = [replace(each, size=1, coordinate=0) for each in mesh.axes]
     on_one = replace(program, mesh=replace(mesh, axes=tuple(axes)))
-    local = partition_in_time(on_one, with_whole_state(program, plan), virtual, levels=1)
+    local = partition_in_time(on_one, with_whole_state(program, plan), virtual, levels=1, over=axis)
     micro = local.micro_batches
     if micro is None:
-        raise PartitionError(
-            f'{local.notes[-1]}. With bits="same" that takes no {axis.size} ranks along {axis.name}: pass mesh= with '
-            "axes of 2 for those that split the batch"
-        )
+        split = _split([each for each in local.inputs if each.role is Role.BATCH], over)
+        _replicate(local, over, 1, split, _split([o for o in local.outputs if o.kind is OutputKind.RESULT], over))
+        _fill_by_shape(local)
+        local = replace(local, mesh=mesh)
+        keep_parts(local, plan)
+        return local
     rows = {each.name: each.shape[micro.split[each.name]] for each in program.inputs if each.name in micro.split}
     spread = Spread(axis.coordinate, axis.size, axis.group, rows)
-    _replicate(local, over, axis.size)
+    _replicate(local, over, axis.size, micro.split, micro.joined)
     _fill_by_shape(local)
     tree = _exchange(local, axis, [spread.runs(virtual, rank) for rank in range(axis.size)], virtual)
     note = (
@@ -67,10 +69,18 @@ def partition_and_spread(program: Program, plan: Plan, virtual: int, over: int) 
     return local
 
 
-def _replicate(program: Program, over: int, ranks: int) -> None:
-    """Along the axis ranks have all of all values, but rows of their own of arguments and results."""
-    assert program.micro_batches is not None
-    split, joined, given = program.micro_batches.split, program.micro_batches.joined, set[fx.Node]()
+def _split(declared: Sequence[Input | Output], over: int) -> dict[str, int]:
+    """The dims of those that the axis splits, by name."""
+    placed = {each.name: each.placement[over] for each in declared if len(each.placement) > over}
+    return {name: entry.dim for name, entry in placed.items() if isinstance(entry, Shard)}
+
+
+def _replicate(program: Program, over: int, ranks: int, split: Mapping[str, int], joined: Mapping[str, int]) -> None:
+    """Along the axis ranks have all of all values, but rows of their own of arguments and results.
+
+    ``ranks``: as often there are the rows that inputs in ``split`` say.
+    """
+    given = set[fx.Node]()
     for k, (each, node) in enumerate(zip(program.inputs, program.placeholders, strict=True)):
         if each.name in split:
             given.add(node)

@@ -35,6 +35,7 @@ def partition_in_time(
     levels: int = 0,
     keeps_own: bool = False,
     equal: bool = False,
+    over: Axis | None = None,
 ) -> Program:
     """One rank's share of ``program``, to be run ``count`` times in a call, each time on a part of its rows.
 
@@ -43,13 +44,14 @@ def partition_in_time(
     note says so. ``dtype``: that of accumulators; None is that of what they add up. ``rows``: the dim of the rows of
     each argument, on a mesh without an axis that splits the batch. ``levels``: parts are equal, and their sums those of
     a balanced tree, of which a rank has so many levels. ``keeps_own``: parts are equal, and statistics are those of
-    each. Raises ``PartitionError``, with the op and the user's line, where a run needs rows of another one.
+    each. ``over``: the axis along which ranks divide parts that need sums of all. Raises ``PartitionError``, with the
+    op and the user's line, where a run needs rows of another one.
     """
     rows = rows or _rows(program, plan, count)
     batch = [each for each in program.inputs if each.name in rows]
     lengths = [local_shape(each.shape, each.placement, program.mesh)[rows[each.name]] for each in batch]
     if levels:
-        return _Shares(program, plan, rows, count, dtype, levels).of(0, follows=True)
+        return _Shares(program, plan, rows, count, dtype, levels, over=over).of(0, follows=True)
     most = max(*lengths, 1)
     parts = -(-most // -(-most // count))
     if keeps_own:
@@ -108,6 +110,7 @@ class _Shares:
     dtype: torch.dtype | None
     levels: int = 0
     keeps_own: bool = False
+    over: Axis | None = None
 
     def __post_init__(self) -> None:
         self._assignment = self._problem(0).solve()
@@ -124,7 +127,7 @@ class _Shares:
         if self.levels and (needed := [*floats(ahead), *of_activations(self.program, ahead)]):
             lines = ", ".join(dict.fromkeys(map(described, needed)))
             note = f"{lines}: each part of the batch needs sums of all, so that a rank computes its parts together"
-            together = side_by_side(local, self.rows, joined, self.count)
+            together = side_by_side(local, self.rows, joined, self.count, self.over)
             return replace(without_axis(together, {}, self.count, k), notes=[*local.notes, note])
         own = of_activations(self.program, ahead) if self.keeps_own else []
         if own:

@@ -144,10 +144,10 @@ class DataParallel(PlannedMode):
     ``bits="same"``: after any number of steps, parameters and optimizer state have the same bits on any number of ranks
     that pass the same global batch, in every style. It is computed as ``virtual`` parts, a power of two, one after the
     other on each rank, or side by side where a part needs sums of all, such as batch statistics; sums are those of one
-    balanced tree. It holds on processors of one kind, with one version
-    of torch and one number of threads. More than 2 ranks along an axis gather the rows of all arguments and exchange
-    sums of parts; 4 on a mesh of 2 x 2 reduce them as usual, for less traffic, with at least two parts on each. State
-    that the style splits is gathered for the update, too, which is computed whole on each rank.
+    balanced tree. It holds on processors of one kind, with one version of torch and one number of threads. More than 2
+    ranks along an axis gather the rows of all arguments and exchange sums of parts; 4 on a mesh of 2 x 2 reduce them as
+    usual, for less traffic, with at least two parts on each. State that the style splits is gathered for the update,
+    too, which is computed whole on each rank.
 
     ``stages``, with ``axes={"stages": "pp"}`` and ``micro_batches``: each rank along that axis runs a part of the
     model, and has no other parameters, gradients and optimizer state. It names the module that begins each stage but

@@ -167,7 +167,7 @@ class _Seen:
     def __call__(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
         """Keep the values of a node in one run."""
         name, meta = nodes[0].name, nodes[0].meta
-        if self.side_by_side and "in_time" in meta:
+        if self.side_by_side and "in_time" in meta and "captured" in meta:
             name = f"parts of {meta['captured']}"
         self.nodes[name] = nodes
         self.values.setdefault(name, []).append(values)

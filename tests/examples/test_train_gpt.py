@@ -206,7 +206,7 @@ def test_a_run_that_was_ended_or_killed_goes_on_with_the_same_bits(ranks: Ranks,
     assert contents(whole / "step-6") == contents(parts / "step-6")
 
 
-def contents(checkpoint: Path) -> dict[str, Any]:
+def contents(checkpoint: Path, files: int = 3) -> dict[str, Any]:
     """What each file holds, as plain numbers: nan is not among them. Without the folder's name, which is random."""
 
     def plain(leaf: Any) -> Any:
@@ -214,7 +214,7 @@ def contents(checkpoint: Path) -> dict[str, Any]:
 
     found = {path.name: torch.load(path) for path in checkpoint.glob("data-*/values.pt")}
     found |= {path.name: load_file(path) for path in checkpoint.glob("data-*/*.safetensors")}
-    assert len(found) == 3
+    assert len(found) == files
     assert checkpoint / found["values.pt"].pop("folder") in [*checkpoint.iterdir()]
     return tree_map(plain, found)  # type: ignore[no-any-return]
 
@@ -303,7 +303,7 @@ def test_hosts_join_and_fail_and_no_step_is_lost(ranks: Ranks, tmp_path: Path) -
     found = "".join(path.read_text() for path in printed)
     assert sorted(re.findall(r"resumed after step (\d+)", found)) == ["3", "5"], found  # either may be rank 0
     (whole,) = ranks.run(1, printed_by_main, [*options, *dump, "--checkpoints", str(tmp_path / "one")])
-    assert contents(tmp_path / "c" / "step-7") == contents(tmp_path / "one" / "step-7")
+    assert contents(tmp_path / "c" / "step-7", 2) == contents(tmp_path / "one" / "step-7", 2)
     assert sorted(re.findall(r"step (\d)/7 +loss (\S+)", found)) == re.findall(r"step (\d)/7 +loss (\S+)", whole)
 
 
