@@ -27,7 +27,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 def masked(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    """The mean over rows that count, of which micro-batches and ranks have other numbers."""
+    """The mean over rows that count, of which micro-batches and ranks have other numbers (torchtitan#2206, #2972)."""
     labels = torch.where(y[:, 0] > 0.3, 1, -100)
     loss = F.cross_entropy(model(x), labels, ignore_index=-100)
     loss.backward()
@@ -37,7 +37,7 @@ def masked(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def clipped(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
-    """Clipping by the norm of whole gradients; results with rows, and sums over them."""
+    """Clipping by the norm of whole gradients (torchtitan#596, pytorch#162638); results with rows, sums over them."""
     predicted = model(x)
     loss = F.mse_loss(predicted, y)
     loss.backward()
