@@ -20,6 +20,7 @@ from passes.ir.schemas import argument
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _CUTS = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
+_VIEWS = (Trait.RESHAPES, Trait.PERMUTES, Trait.SQUEEZES, Trait.EXPANDS, Trait.CUTS)  # which keep the number
 _FILLS = (Trait.ZEROS, Trait.ONES, Trait.FULL)
 
 
@@ -49,7 +50,8 @@ def _are_equal(value: Any, dim: int) -> bool:
     if value.target in _PRODUCTS:
         *added, rows, _ = value.args
         return dim == 0 and all(each.meta["val"].ndim == 1 for each in added) and _are_equal(rows, 0)
-    given = value.all_input_nodes if has(value.target, Trait.POINTWISE) else []
+    is_pointwise = has(value.target, Trait.POINTWISE) and not has(value.target, Trait.RANDOM)
+    given = value.all_input_nodes if is_pointwise else []
     pairs = [(each, dim - _lacking(value, each)) for each in given if not _is_repeated(each, value, dim)]
     return bool(pairs) and all(_are_equal(each, at) for each, at in pairs)
 
@@ -63,7 +65,9 @@ def _cut(value: fx.Node) -> fx.Node | None:
 
 def _fill(value: fx.Node) -> fx.Node | None:
     """The fill that a value is, or is a view of."""
-    while has(value.target, Trait.VIEW, Trait.ALIAS) and value.all_input_nodes:
+    while has(value.target, *_VIEWS) or (
+        value.target is operator.getitem and has(value.all_input_nodes[0].target, Trait.CUTS)
+    ):
         value = value.all_input_nodes[0]
     return value if has(value.target, *_FILLS) else None
 

@@ -107,7 +107,7 @@ class _Writer:
             return found
         start, length = chunk(whole.shape[dim], self.over.size, self.over.coordinate)
         own = self._applied(aten.slice.Tensor, found, [dim, start, start + length], {}, value)
-        return self._applied(aten.clone.default, own, [], {"memory_format": torch.contiguous_format}, value)
+        return self._contiguous(own, value)
 
     def declared(self, output: Output, dim: int | None) -> Output:
         """An output, of which ranks along the axis have their rows."""
@@ -126,7 +126,7 @@ class _Writer:
         if declared.role not in (Role.BATCH, Role.ARGUMENT) or not isinstance(node.meta["val"], torch.Tensor):
             return [new] * len(self.own)
         if declared.name not in self.rows:
-            return [self._own(new, new.meta["val"], node)] * len(self.own)
+            return [self._applied(aten.clone.default, new, [], {}, node)] * len(self.own)
         val, dim = node.meta["val"], self.rows[declared.name]
         whole = torch.cat([val] * self.count, dim)
         new.meta["val"] = whole
@@ -134,12 +134,13 @@ class _Writer:
             start, length = chunk(whole.shape[dim], self.over.size, self.over.coordinate)
             new.meta["val"] = whole.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
             new = self._all_rows(new, whole, dim, node)
-        return [self._own(self._rows(new, val, dim, k, node), val, node) for k in self.own]
+        return [self._rows(new, dim, k, node) for k in self.own]
 
-    def _rows(self, whole: fx.Node, val: torch.Tensor, dim: int, k: int, like: fx.Node) -> fx.Node:
-        """Those of part ``k``, which look like ``val``."""
-        bounds = (k * val.shape[dim], (k + 1) * val.shape[dim])
-        return self._call(aten.slice.Tensor, (whole, dim, *bounds), val, like)
+    def _rows(self, whole: fx.Node, dim: int, k: int, like: fx.Node) -> fx.Node:
+        """Those of part ``k``: a copy, which begins where kernels expect it (``Program.same_bits``)."""
+        length = like.meta["val"].shape[dim]
+        part = self._applied(aten.slice.Tensor, whole, [dim, k * length, (k + 1) * length], {}, like)
+        return self._contiguous(part, like)
 
     def _all_rows(self, own: fx.Node, whole: torch.Tensor, dim: int, like: fx.Node) -> fx.Node:
         """The rows of all ranks along the axis, which have as many as ``torch.chunk`` gives them."""
@@ -159,7 +160,7 @@ class _Writer:
     def _gathered(self, own: fx.Node, like: fx.Node) -> fx.Node:
         """What all ranks along the axis have, one after the other."""
         assert self.over is not None
-        own = self._applied(aten.clone.default, own, [], {"memory_format": torch.contiguous_format}, like)
+        own = self._contiguous(own, like)
         val: torch.Tensor = own.meta["val"]
         whole = val.new_empty(self.over.size * val.shape[0], *val.shape[1:])
         args = (own, self.over.size, self.over.group)
@@ -181,9 +182,8 @@ class _Writer:
         places = [flat.index(part) for part in range(self.count)]
         return [self._call(aten.select.int, (gathered, 0, at), stacked[0], like) for at in places]
 
-    def _own(self, value: fx.Node, val: torch.Tensor, like: fx.Node) -> fx.Node:
-        """A copy, which begins where kernels expect it (``Program.same_bits``)."""
-        return self._call(aten.clone.default, (value,), val.clone(memory_format=torch.contiguous_format), like)
+    def _contiguous(self, value: fx.Node, like: fx.Node) -> fx.Node:
+        return self._applied(aten.clone.default, value, [], {"memory_format": torch.contiguous_format}, like)
 
     def _sum(self, values: Sequence[fx.Node], like: fx.Node) -> fx.Node:
         """A balanced tree over the parts."""

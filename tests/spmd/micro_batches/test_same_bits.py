@@ -26,6 +26,7 @@ from tests.harness.pool import RankError, Ranks
 
 CONFIG = Config(width=32, layers=1, heads=2, context=16)
 STEPS = 20
+STYLES = [(1, "replicate"), (2, "fully_shard"), (3, "replicate")]
 
 
 def train(
@@ -95,11 +96,11 @@ def rows(step: int, rank: int = 0, world: int = 1, count: int = 16) -> tuple[Ten
     return own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
 
-def mode(style: Any = "replicate", in_pairs: bool = False) -> spmd.DataParallel:
+def mode(style: Any = "replicate", in_pairs: bool = False, virtual: int = 8) -> spmd.DataParallel:
     options: dict[str, Any] = {}
     if in_pairs:
         options |= {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), "axes": {"batch": ("a", "b")}}
-    return spmd.DataParallel(style, bits="same", **options)
+    return spmd.DataParallel(style, bits="same", virtual=virtual, **options)
 
 
 def digest(model: nn.Module, optimizer: Any, results: list[Any]) -> str:
@@ -135,7 +136,7 @@ def trained(
         (train, "AdamW", {"drop": 0.3}, None, [(1,), (2, "fully_shard")]),
         (train, "AdamW", {"autocast": True}, small, [(1, "fully_shard"), (2, "replicate"), (4, "fully_shard", True)]),
         (penalized, "SGD", {}, small, [(1,), (2, "fully_shard"), (3,)]),  # of 6, 6 and 4 rows
-        (train, "AdamW", {"drop": 0.3}, with_norm, [(1,), (2, "fully_shard"), (3,)]),
+        (train, "AdamW", {"drop": 0.3}, with_norm, [(k, style, False, 4) for k, style in STYLES]),
     ],
     ids=["dropout", "autocast", "penalized", "statistics"],
 )
@@ -245,7 +246,7 @@ def test_parts_that_need_sums_of_all_are_computed_side_by_side() -> None:
     cases: list[Any] = [(train, with_norm, {"drop": 0.3}, 2, False), (weighted, small, {}, 3, True)]
     for function, make, options, world, bits in cases:
         model, optimizer = build("SGD", make)
-        step = spmd.compile(function, parallel_mode=mode())
+        step = spmd.compile(function, parallel_mode=spmd.DataParallel(bits="same", virtual=4))
         verdict = spmd.verify(step, model.double(), optimizer, *rows(0), **options, world=world, steps=1, bits=bits)
         assert verdict, verdict
 
