@@ -142,7 +142,7 @@ def adapts(rank: int, world: int, longer: bool) -> tuple[list[float], list[float
         given = mode.custom_passes
         step, adapted = losses(rank, mode)
     reasons = [each.reason for each in step.recompiles().programs]
-    sizes = {each.max_bytes for each in step._dispatch.last.pipeline if hasattr(each, "max_bytes")}
+    sizes = {each.max_bytes for each in step._dispatch.programs.last.pipeline if hasattr(each, "max_bytes")}
     assert mode.custom_passes is given  # the user's mode, which other steps may share
     return plain, adapted, [*reasons, step.program.notes[-1]], sizes
 
