@@ -86,7 +86,11 @@ class CapturedStep:
         assert self._captured is not None, "a share is of what was captured"
         program, counts = self._captured
         found: dict[str, int] = {}
-        for name, dim in (recipe(program, axis=1) or {}).items():  # of equal blocks, the last one's stands for all
+        try:
+            splits = recipe(program, axis=1) or {}
+        except Exception:  # what it cannot divide is planned whole
+            return found
+        for name, dim in splits.items():  # of equal blocks, the last one's stands for all
             block = next((each for each in counts if name.startswith(f"{each.rpartition('.')[0]}.")), "")
             container = block.rpartition(".")[0]
             found[f"{container}.*.{name[len(container) + 1 :].partition('.')[2]}" if block else name] = dim
@@ -164,7 +168,8 @@ class CapturedStep:
         """The step's mode on another mesh, whose axes have these roles."""
         given, batch = self._given, self.axes[0]
         params = _along(given.params, batch) | {name: {TENSOR: Shard(dim)} for name, dim in recipe.items()}
-        params = {name: each for name, each in params.items() if set(each) <= {*roles.values(), batch}}
+        if "tensor" not in roles:  # where none splits parameters, ``params`` need not be known
+            params = {name: each for name, each in params.items() if self.axes[1] not in each}
 
         def mode(device_mesh: DeviceMesh) -> DataParallel:
             return DataParallel(
