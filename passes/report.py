@@ -29,6 +29,7 @@ from .measured import IslandTime, MeasuredTime, OpTime, collective_of
 from .memory.bundle_memory import bundle_memory
 from .memory.peak_memory import PlannedMemory, planned_memory
 from .page.render import render
+from .report_changes import changes
 from .schedule.bundle_simulation import simulate_bundle
 from .schedule.critical_path import PathPart, critical_path, in_all
 from .schedule.estimate import estimate_runs
@@ -218,6 +219,13 @@ class Report:
         """The report as plain data, ready for JSON."""
         plain = asdict(replace(self, timeline=None, files=None))
         return {key: value for key, value in plain.items() if key not in ("timeline", "files", "kernels")}
+
+    def against(self, earlier: Report | Mapping[str, Any]) -> list[str]:
+        """Sentences on what is other than in the report of an earlier run, or its ``to_dict``, and why.
+
+        Times are compared as measured where both runs were (``step.profile``), else as estimated.
+        """
+        return changes(earlier.to_dict() if isinstance(earlier, Report) else earlier, self.to_dict())
 
     def scalars(self) -> dict[str, float]:
         """The numbers of a step by name, for TensorBoard, W&B and other trackers.

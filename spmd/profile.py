@@ -11,12 +11,15 @@ from .running.compiled import Compiled
 
 
 class Profile:
-    """``steps`` calls are left to measure. The report of each program that ran gets the medians of its calls."""
+    """``steps`` calls are left to measure, of all programs or of the one of this ``identity``.
 
-    def __init__(self, steps: int = 0) -> None:
+    The report of each program that ran gets the medians of its calls.
+    """
+
+    def __init__(self, steps: int = 0, identity: int | None = None) -> None:
         if type(steps) is not int or steps < 0:
             raise ValueError(f"expected the number of steps to measure, got {steps!r}")
-        self._left = steps
+        self._left, self._identity = steps, identity
         self._compiled: Compiled | None = None  # the program last run
         self._timed: Executable | None = None  # which runs it
         self._calls: dict[int, list[dict[str, float]]] = {}  # by the identity of the program
@@ -28,7 +31,7 @@ class Profile:
 
     def begin(self, compiled: Compiled) -> Callable[[Sequence[Any]], list[Any]] | None:
         """A function that runs the program and measures it; None if no call is left."""
-        if not self._left:
+        if not self._left or self._identity not in (None, compiled.identity):
             return None
         if self._timed is None or self._compiled is not compiled:
             self._close()
@@ -38,7 +41,7 @@ class Profile:
 
     def end(self, compiled: Compiled) -> None:
         """The call that began has gone well."""
-        if self._timed is None:
+        if self._timed is None or self._compiled is not compiled:
             return
         assert isinstance(self._timed.function, Bound)
         calls = self._calls.setdefault(compiled.identity, [])

@@ -154,6 +154,8 @@ class CompiledStep(Generic[P, R]):
         try:
             return self._run(turn, args, kwargs)
         except BaseException as error:  # an interrupt, too
+            if self._adapting is not None and turn.has_begun:
+                self._adapting.restart()
             self._failed.note(turn, error)
             try:
                 if turn.has_begun:
@@ -205,7 +207,7 @@ class CompiledStep(Generic[P, R]):
             return
         calls = self._adapting.begin(compiled.identity, compiled.device_mesh.device_type)
         if calls and self._profile.is_over:
-            self._profile = Profile(calls)
+            self._profile = Profile(calls, compiled.identity)
 
     def _adapt(self, turn: Turn, compiled: Compiled, adapting: Adapting) -> Compiled:
         """Decide, with all ranks, whether another schedule takes over; returns the program to run."""
@@ -213,9 +215,9 @@ class CompiledStep(Generic[P, R]):
         gather = partial(connection.all_gather_text, what=self._name) if connection is not None else lambda text: [text]
         changes = adapting.decide(compiled.partitioned, compiled.program, compiled.report.measured, gather)
         if changes:
-            self._options.mode.custom_passes = adapting.pipeline
             self._dispatch.leave(turn, compiled, "calls were measured, and take another schedule")
-            left, compiled = compiled, self._ready(turn)
+            with self._compiler.running(adapting.pipeline):
+                left, compiled = compiled, self._ready(turn)
             left.drop()
             adapting.changed = compiled.identity
         compiled.program.notes.append(adapting.note)

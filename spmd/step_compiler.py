@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -120,6 +121,15 @@ class StepCompiler:
             self.compilations.append(Compilation(compiled.program.name, reason, number, seconds))
             end_stale_references(call.replaced)
         return compiled
+
+    @contextmanager
+    def running(self, pipeline: tuple[Pass, ...]) -> Iterator[None]:
+        """Compile with these passes in the place of the mode's, which stay those of all other programs."""
+        given, self._options = self._options, replace(self._options, passes=pipeline)
+        try:
+            yield
+        finally:
+            self._options = given
 
     def _title(self, reason: str) -> str:
         """The program that is compiled next, and why."""

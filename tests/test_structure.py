@@ -32,7 +32,7 @@ ORDER = {
         schedule/
         regions/
         page/
-        measured
+        measured report_changes
         default_passes runner trace report
         defer fit_memory
         __init__

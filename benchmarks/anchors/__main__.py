@@ -5,7 +5,7 @@
 FILE has a row for each run: its model by dims, layout, batch, GPUs, and seconds of a step. Two blocks of each model are
 captured, partitioned and cleaned by this project on fake ranks; a plan estimates the rest. ``--out`` writes id, step_s
 and memory_gib of each row, empty with the reason where it has no estimate. ``--fit`` fits the constants and says what
-they are, and how well constants fitted on half of the models do on the other half.
+they are, and how well constants that were fitted on other models, and on other sources alone, do on the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 from spmd.planning.estimate import Estimate
 
 from .errors import Errors, by_group
-from .fit import estimated, fit, held_out, used
+from .fit import estimated, fit, halves, held_out, sources, used
 from .fit import write as write_constants
 from .rows import Row, UnknownError
 
@@ -106,7 +106,8 @@ def main() -> None:
         write(options.out, rows, found, reasons)
     if options.fit:
         known = [row for row in rows if row.id in found]
-        Console(width=160).print(table_of(held_out(known, options.rounds), "fitted on the other half of the models"))
+        for parts, title in ((halves(known), "the other half of the models"), (sources(known), "other sources")):
+            Console(width=160).print(table_of(held_out(known, options.rounds, parts), f"fitted on {title}"))
         constants, software = fit(used(known), options.rounds)
         seconds = estimated(known, constants, software)
         Console(width=160).print(table_of(by_group(known, seconds, {}), "fitted on all models"))

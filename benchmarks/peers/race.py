@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +20,21 @@ from .rank import FirstSteps, Lap, RankSpec
 from .systems import REFERENCE, System
 from .team import SystemFailedError, Team, teams
 
+_LEAST = 3  # rounds, however long they take
 TOLERANCE = 1e-5  # relative difference of losses, from the order of fp32 sums
 
 
 @dataclass(frozen=True)
 class Pace:
-    """``rounds`` rounds of ``steps`` steps for each system, after ``first`` steps whose losses are compared."""
+    """``rounds`` rounds of ``steps`` steps for each system, after ``first`` steps whose losses are compared.
+
+    But for the first three, none begins later than ``seconds`` after the start.
+    """
 
     rounds: int = 15
     steps: int = 4
     first: int = 4
+    seconds: float = math.inf
 
 
 @dataclass
@@ -74,6 +80,7 @@ def race(
         store, cache = str(folder / f"store-{name}"), str(folder / f"cache-{name}") if cold else ""
         return [RankSpec(system, workload, network, rank, ranks, parts, device, store, cache) for rank in range(parts)]
 
+    start = time.perf_counter()
     everyone = {REFERENCE.name: specs(REFERENCE, 1)} | {system.name: specs(system, ranks) for system in systems}
     with teams(everyone) as started:
         report("the whole batch on one device")
@@ -84,6 +91,8 @@ def race(
             report(f"first steps of {result.system.name}")
             attempt(result, lambda result, team: prepare(result, team, pace, reference), started)
         for number in range(pace.rounds):
+            if number >= _LEAST and time.perf_counter() - start > pace.seconds:
+                break
             report(f"round {number + 1} of {pace.rounds}")
             for result in _turned(results, number):
                 attempt(result, lambda result, team: take_round(result, team, pace), started)

@@ -1,13 +1,16 @@
 """``spmd.Auto(adapt=True)``: measured times of the first calls correct the table, and a better schedule takes over.
 
-After calls that settle, some are timed whole, then some node by node. All ranks add up what they measured, and so have
-the same corrected table, by which they compare the schedules of the program's own placements. One that is estimated
-better by more than 3% is compiled; if its calls take longer than those before, the ranks go back.
+After calls that settle, some are timed whole, then some node by node, each program's by themselves. All ranks add up
+what they measured, and so have the same corrected table, by which they compare the schedules of the program's own
+placements. One that is estimated better by more than 3% is compiled between two calls: a thread beside training would
+take the interpreter from its launches, and see torch patched while another step is traced. If its calls take longer
+than those before, or are too few to say, the ranks go back.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import defaultdict
@@ -30,6 +33,7 @@ from passes.schedule.rates import rates_of
 from ..environment import is_set
 
 SETTLES, TIMED, PROFILED = 3, 5, 3  # calls of one program, in this order
+MOST = 50  # calls of all programs, before a change and after it: where they alternate, none may be called often enough
 _GAIN = 0.03  # of the step: what is estimated to save less is not compiled
 _FURTHEST = 8.0  # times that a rate may be off: what is measured of very little work says nothing of it
 _COMMUNICATION = "communication"
@@ -41,14 +45,16 @@ Gather = Callable[[str], list[str]]  # a rank's text to all ranks' texts
 class Adapting:
     """The calls of one step so far. ``note``: what was decided, for the report and the user.
 
-    ``before``: seconds of a call, and the passes, that the ranks go back to if calls take longer; None before a change.
-    ``changed``: the program that it made, whose calls alone are compared with these.
+    ``pipeline``: the passes of the program that is adapted; all others keep those of the mode. ``seconds``: of the
+    calls of each program. ``before``: seconds of a call, and the passes, that the ranks go back to if calls take
+    longer; None before a change. ``changed``: the program that it made, whose calls alone are compared with these.
     """
 
     table: Table
     pipeline: tuple[Pass, ...]
-    seconds: list[float] = field(default_factory=list)
-    identity: int | None = None
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    identity: int = 0
+    calls: int = 0
     before: tuple[float, tuple[Pass, ...]] | None = None
     changed: int | None = None
     is_done: bool = False
@@ -56,20 +62,25 @@ class Adapting:
     device: str = "cpu"
     start: float = 0.0
 
+    def restart(self) -> None:
+        """Count from the next call on: of one that failed, ranks have counted different numbers."""
+        self.seconds.clear()
+        self.calls = 0
+
     def begin(self, identity: int, device: str) -> int:
-        """Start a call of a program: how many calls, from this one on, are to be measured node by node."""
-        if identity != self.identity:
-            self.identity, self.seconds = identity, []
-        self.device, self.start = device, time.perf_counter()
-        profiles = not self.is_done and self.before is None and len(self.seconds) == SETTLES + TIMED
+        """Start a call of a program: how many of its calls, from this one on, are to be measured node by node."""
+        self.identity, self.device, self.start = identity, device, time.perf_counter()
+        profiles = not self.is_done and self.before is None and len(self._own) == SETTLES + TIMED
         return PROFILED if profiles else 0
 
     def end(self) -> None:
         """End it."""
-        if not self.is_done:
-            if self.device != "cpu":
-                torch.get_device_module(self.device).synchronize()
-            self.seconds.append(time.perf_counter() - self.start)
+        if self.is_done or self.calls >= MOST:
+            return
+        if self.device != "cpu":
+            torch.get_device_module(self.device).synchronize()
+        self._own.append(time.perf_counter() - self.start)
+        self.calls += 1
 
     def say(self) -> None:
         """Print what was decided."""
@@ -78,26 +89,34 @@ class Adapting:
 
     def is_due(self, identity: int) -> bool:
         """Whether to decide before the next call of a program; all ranks have made as many."""
-        calls = SETTLES + TIMED + (PROFILED if self.before is None else 0)
-        is_asked = self.before is None or identity == self.changed
-        return not self.is_done and is_asked and identity == self.identity and len(self.seconds) == calls
+        self.identity = identity
+        if self.is_done or (self.before is not None and identity != self.changed):
+            return False
+        return len(self._own) == self._enough or self.calls >= MOST
+
+    @property
+    def _own(self) -> list[float]:
+        return self.seconds.setdefault(self.identity, [])
+
+    @property
+    def _enough(self) -> int:
+        return SETTLES + TIMED + (PROFILED if self.before is None else 0)
 
     @property
     def took(self) -> float:
-        """The seconds of a call: the median of those that were timed."""
-        return median(self.seconds[SETTLES : SETTLES + TIMED])
+        """The seconds of a call of the program: the median of those that were timed; infinite if they are too few."""
+        is_enough = len(self._own) >= self._enough
+        return median(self._own[SETTLES : SETTLES + TIMED]) if is_enough else math.inf
 
     def decide(self, partitioned: Program, final: Program, measured: MeasuredTime | None, gather: Gather) -> bool:
         """Whether all ranks compile anew, with ``pipeline``; they call this together, and decide the same."""
         slowest = max(float(text) for text in gather(repr(self.took)))
         if self.before is not None:
-            self.is_done, (least, pipeline) = True, self.before
-            if slowest <= least:
-                self.note += f"; a call takes {_ms(slowest)}, and took {_ms(least)}"
-                return False
-            self.pipeline = pipeline
-            self.note += f", but a call takes {_ms(slowest)}, and took {_ms(least)}: back to the schedule before"
-            return True
+            return self._goes_back(slowest, *self.before)
+        if slowest == math.inf:
+            self.is_done = True
+            self.note = f"spmd.Auto(adapt=True) measured nothing: in {MOST} calls, no program ran often enough"
+            return False
         own = sums(final, self.table, measured) if measured is not None else {}
         ratios = ratios_of([json.loads(text) for text in gather(json.dumps(own))])
         table = corrected(final, self.table, ratios)
@@ -113,6 +132,18 @@ class Adapting:
             return False
         self.note += f"; another schedule is estimated to save {gain:.0%}"
         self.before, self.pipeline = (slowest, self.pipeline), found[best]
+        self.restart()
+        return True
+
+    def _goes_back(self, slowest: float, least: float, pipeline: tuple[Pass, ...]) -> bool:
+        """Whether calls of the program that a change made take longer than ``least`` seconds."""
+        self.is_done = True
+        took = f"a call takes {_ms(slowest)}, and took {_ms(least)}" if slowest < math.inf else "too few calls ran it"
+        if slowest <= least:
+            self.note += f"; {took}"
+            return False
+        self.pipeline = pipeline
+        self.note += f", but {took}: back to the schedule before"
         return True
 
 

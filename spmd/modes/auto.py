@@ -55,10 +55,11 @@ class Auto(DataParallel):
     equal times the first. A line says which, and what was estimated of each. Later programs keep the style. All ranks
     look at the first rank's share, and choose the same.
 
-    ``adapt``: after 11 calls in a row of one program, what they took corrects the table on all ranks. If another
-    schedule of the same placements (overlap; with two ranks also the sizes of buckets) is then estimated to save more
-    than 3% of the step, it is compiled before the next call and runs from there on, with the same bits. If its calls
-    take longer than those before, the schedule of before is compiled again. A line says what was decided.
+    ``adapt``: after 11 calls of one program, what they took corrects the table on all ranks. If another schedule of
+    the same placements (overlap; with two ranks also the sizes of buckets) is then estimated to save more than 3% of
+    the step, that program is compiled with it before its next call, and runs from there on, with the same bits. If its
+    calls take longer than those before, the schedule of before is compiled again. A line says what was decided; after
+    50 calls of programs that are called less, nothing is measured any more.
 
     The other options are those of ``DataParallel``. Raises ``ValueError`` for what these refuse, and
     ``MemoryBudgetError`` when the step compiles and no style fits, with the least memory that any needs.

@@ -15,6 +15,7 @@ from passes import DeadCode, DropDetach, DropProfiler, FoldViews, FormIslands, M
 from ..call.rng import random_state_kept
 from ..deferral.pending import calling
 from ..modes.base import ParallelMode
+from ..ranks.axis_roles import with_roles
 from ..step import CompiledStep
 from ..verification.world import simulated_world
 from .kernels import Section, sections_of
@@ -30,7 +31,9 @@ def partitioned(
     mesh: Mapping[str, int],
 ) -> Program:
     """The share of the first rank of ``mesh``, whose ranks pass ``args`` each, in another mode than the step's own."""
-    return partitioned_on(captured(step, mode_on, args, kwargs, mesh), mode_on, mesh)
+    program = captured(step, mode_on, args, kwargs, mesh)
+    with simulated_world(math.prod(mesh.values()), mesh, "cpu") as device_mesh:
+        return mode_on(device_mesh).partition(program)
 
 
 def captured(
@@ -47,9 +50,15 @@ def captured(
 
 
 def partitioned_on(program: Program, mode_on: Callable[[DeviceMesh], ParallelMode], mesh: Mapping[str, int]) -> Program:
-    """The share of the first rank of ``mesh`` of a captured program, whose own mesh has the same axes."""
+    """The share of the first rank of ``mesh`` of a program that was captured on a mesh with as many axes.
+
+    Both split the batch among as many ranks, which determine its global shapes.
+    """
     with simulated_world(math.prod(mesh.values()), mesh, "cpu") as device_mesh:
-        return mode_on(device_mesh).partition(program)
+        mode, own = mode_on(device_mesh), program.mesh
+        pairs = zip(own.axes, mesh.items(), strict=True)
+        own = replace(own, axes=tuple(replace(axis, name=name, size=size) for axis, (name, size) in pairs))
+        return mode.partition(replace(program, mesh=with_roles(own, mode.axis_roles(tuple(mesh)))))
 
 
 def sections(local: Program, fused: bool) -> list[Section]:

@@ -1,8 +1,10 @@
-"""A page of plans: time against memory, seconds by cause, and each layout's mode as Python, in one HTML file."""
+"""A page of plans in one HTML file: scaling, time against memory, seconds by cause, and the mode of each layout."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 from .changes import MEANT
@@ -29,6 +31,16 @@ pre { background: #f1f1ee; padding: .8rem; overflow-x: auto; } summary { cursor:
 </style></head><body><h1>{{ title }}</h1>
 <p>All figures are estimates.{% for cause, color in colors.items() %}
 <span class="key" style="background: {{ color }}"></span>{{ meant[cause] }}{% endfor %}</p>
+{% if scaling %}<h2>Tokens a second of each GPU</h2>
+<svg viewBox="0 0 {{ width }} {{ height }}" role="img" aria-label="tokens a second of each GPU, by the number of GPUs">
+<line x1="{{ edge }}" y1="{{ height - edge }}" x2="{{ width }}" y2="{{ height - edge }}"/>
+<line x1="{{ edge }}" y1="0" x2="{{ edge }}" y2="{{ height - edge }}"/>
+{% for each in scaling %}<polyline points="{{ each.points }}" fill="none" stroke="{{ each.color }}"/>
+{% for dot in each.dots %}<circle cx="{{ dot.x }}" cy="{{ dot.y }}" r="4" fill="{{ each.color }}"/>
+<text x="{{ dot.x }}" y="{{ dot.y - 8 }}" text-anchor="end">{{ dot.rate }}</text>
+<text x="{{ dot.x }}" y="{{ height - edge + 18 }}" text-anchor="middle">{{ dot.gpus }}</text>{% endfor %}
+<text x="{{ edge + 8 + 90 * loop.index0 }}" y="{{ height - 12 }}" style="fill: {{ each.color }}">{{ each.gpu }}</text>
+{% endfor %}</svg>{% endif %}
 {% for plan in plans %}<h2>{{ plan.title }}</h2>
 {% if plan.missing %}<p>{{ plan.missing }}</p>{% endif %}
 <svg viewBox="0 0 {{ width }} {{ height }}" role="img" aria-label="step time against memory">
@@ -37,9 +49,11 @@ pre { background: #f1f1ee; padding: .8rem; overflow-x: auto; } summary { cursor:
 <text x="{{ edge }}" y="{{ height - 12 }}">memory of a GPU, up to {{ plan.most_memory }}; dashed: what fits</text>
 <text x="4" y="14">step</text><text x="4" y="30">{{ plan.most_time }}</text>
 <line x1="{{ plan.limit }}" y1="0" x2="{{ plan.limit }}" y2="{{ height - edge }}" stroke-dasharray="4"/>
-{% for dot in plan.dots %}<circle cx="{{ dot.x }}" cy="{{ dot.y }}" r="5" fill="{{ dot.color }}">
-<title>{{ dot.label }}</title></circle>{% endfor %}</svg>
-{% for each in plan.layouts %}<details><summary>{{ each.name }}<span class="number">{{ each.figures }}</span>
+{% for dot in plan.dots %}<a href="#{{ dot.id }}" onclick="document.getElementById('{{ dot.id }}').open = true">
+<circle cx="{{ dot.x }}" cy="{{ dot.y }}" r="5" fill="{{ dot.color }}"><title>{{ dot.label }}</title></circle></a>
+{% endfor %}</svg>
+{% for each in plan.layouts %}<details id="{{ each.id }}"><summary>{{ each.name }}
+<span class="number">{{ each.figures }}</span>
 <div class="bar">{% for part in each.parts %}<span title="{{ part.label }}"
  style="background: {{ part.color }}; width: {{ part.width }}%"></span>{% endfor %}</div></summary>
 <pre>{{ each.python }}</pre></details>{% endfor %}{% endfor %}</body></html>
@@ -53,10 +67,33 @@ def page(plans: Sequence[Plans]) -> str:
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(_PAGE)
     sizes = {"width": _WIDTH, "height": _HEIGHT, "edge": _EDGE}
     title = f"Layouts of a step of {plans[0].rows} rows"
-    return template.render(title=title, plans=[*map(_drawn, plans)], colors=_COLORS, meant=MEANT, **sizes)
+    drawn = [_drawn(each, f"plan-{k}") for k, each in enumerate(plans)]
+    return template.render(title=title, plans=drawn, scaling=_scaling(plans), colors=_COLORS, meant=MEANT, **sizes)
 
 
-def _drawn(plan: Plans) -> dict[str, Any]:
+def _scaling(plans: Sequence[Plans]) -> list[dict[str, Any]]:
+    """A line for each kind of GPU: tokens a second of one of them by how many there are. Empty for one number."""
+    counts = sorted({each.gpus for each in plans if each})
+    if len(counts) < 2:
+        return []
+    most, kinds = max(each.rate / each.gpus for each in plans), dict.fromkeys(each.gpu for each in plans if each)
+    span = math.log2(counts[-1] / counts[0])
+
+    def dot(each: Plans) -> dict[str, Any]:
+        across = 2 * _EDGE + (_WIDTH - 3 * _EDGE) * math.log2(each.gpus / counts[0]) / span
+        down = (_HEIGHT - _EDGE) * (1 - each.rate / each.gpus / most) + 20 * each.rate / each.gpus / most
+        rate = f"{each.rate / each.gpus:,.0f}"
+        return {"x": round(across, 1), "y": round(down, 1), "gpus": each.gpus, "rate": rate}
+
+    lines = []
+    for gpu, color in zip(kinds, cycle(_COLORS.values()), strict=False):
+        dots = [dot(each) for each in sorted(plans, key=lambda each: each.gpus) if each and each.gpu == gpu]
+        points = " ".join(f"{each['x']},{each['y']}" for each in dots)
+        lines.append({"gpu": gpu, "color": color, "dots": dots, "points": points})
+    return lines
+
+
+def _drawn(plan: Plans, key: str) -> dict[str, Any]:
     listed = [*plan.layouts, *(each for each in plan.front if each not in plan.layouts)]
     slowest = max(each.estimate.seconds for each in listed)
     largest = max(plan.memory, *(each.estimate.peak for each in listed))
@@ -69,19 +106,19 @@ def _drawn(plan: Plans) -> dict[str, Any]:
         color = _COLORS["compute"] if each.estimate.peak <= plan.memory else _COLORS["pipeline"]
         return {"x": across(each.estimate.peak), "y": round(down, 1), "color": color, "label": _label(each)}
 
+    ids = [f"{key}-{k}" for k in range(len(listed))]
     return {
         "title": f"{plan.gpus} {plan.gpu}, {plan.per_host} a host",
         "missing": "" if plan else plan.missing(),
         "most_memory": f"{largest / 1e9:.0f} GB",
         "most_time": f"{slowest:.3g} s",
         "limit": across(plan.memory),
-        "dots": [*map(dot, listed)],
-        "layouts": [_bar(plan, each) for each in plan.layouts],
+        "dots": [dot(each) | {"id": id_} for each, id_ in zip(listed, ids, strict=True)],
+        "layouts": [_bar(plan, each, slowest) | {"id": id_} for each, id_ in zip(listed, ids, strict=True)],
     }
 
 
-def _bar(plan: Plans, each: Candidate) -> dict[str, Any]:
-    slowest = plan.layouts[-1].estimate.seconds
+def _bar(plan: Plans, each: Candidate, slowest: float) -> dict[str, Any]:
     causes = [(cause, seconds) for cause, seconds in each.estimate.causes.items() if seconds > 0]
     parts = [
         {
@@ -91,7 +128,8 @@ def _bar(plan: Plans, each: Candidate) -> dict[str, Any]:
         }
         for cause, seconds in causes
     ]
-    figures = f"{each.estimate.seconds:.4g} s, {each.estimate.peak / 1e9:.1f} GB"
+    fits = "" if each.estimate.peak <= plan.memory else ", does not fit"
+    figures = f"{each.estimate.seconds:.4g} s, {each.estimate.peak / 1e9:.1f} GB{fits}"
     return {"name": name(each.layout), "figures": figures, "parts": parts, "python": plan.python(each)}
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
-from ..stages.schedules import Order, Schedule, orders, role_of
+from ..stages.schedules import Schedule, orders, role_of
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,44 @@ def in_flight(schedule: Schedule, ranks: int, count: int) -> tuple[int, ...]:
 
 
 def _simulate(schedule: Schedule, ranks: int, count: int, stages: Sequence[Stage], message: float) -> Run:
-    found = orders(schedule, ranks, len(stages) // ranks, count, role_of)
-    parts = {role_of(name, k): (name, k) for name in ("forward", "backward", "weights") for k in range(len(stages))}
-    done: dict[tuple[str, int, int], float] = {}  # by part, stage and micro-batch
-    clocks, reached = [0.0] * ranks, [0] * ranks
+    clocks, held, most, done = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks, list[float]()
+    seconds = {name: [_seconds(each, name, schedule) for each in stages] for name in ("forward", "backward", "weights")}
+    for rank, part, stage, awaited, keeps in _in_order(schedule, ranks, count, len(stages)):
+        starts = clocks[rank]
+        if awaited >= 0:
+            starts = max(starts, done[awaited] + message)
+        clocks[rank] = starts + seconds[part][stage]
+        done.append(clocks[rank])
+        if keeps:
+            held[rank] += keeps * stages[stage].kept
+            most[rank] = max(most[rank], held[rank])
+    return Run(max(clocks), tuple(most))
+
+
+@lru_cache(maxsize=64)
+def _in_order(schedule: Schedule, ranks: int, count: int, stages: int) -> list[tuple[int, str, int, int, int]]:
+    """The parts of a pipeline, each behind the one that it awaits.
+
+    Of each: its rank, its name, its stage, the position of what it awaits or -1, and whether it begins to keep values,
+    1, or is the last to read them, -1.
+    """
+    found = orders(schedule, ranks, stages // ranks, count, role_of)
+    parts = {role_of(name, k): (name, k) for name in ("forward", "backward", "weights") for k in range(stages)}
+    ends = "weights" if schedule == "zb-h1" else "backward"
+    positions: dict[tuple[str, int, int], int] = {}  # by part, stage and micro-batch
+    reached, listed = [0] * ranks, list[tuple[int, str, int, int, int]]()
     while any(at < len(order) for at, order in zip(reached, found, strict=True)):
         for rank, order in enumerate(found):
             for role, k in order[reached[rank] :]:
                 part, stage = parts[role]
-                awaited = _awaited(part, stage, k, len(stages))
-                if awaited is not None and awaited not in done:
+                awaited = _awaited(part, stage, k, stages)
+                if awaited is not None and awaited not in positions:
                     break
-                arrived = done[awaited] + message if awaited is not None else 0.0
-                clocks[rank] = max(clocks[rank], arrived) + _seconds(stages[stage], part, schedule)
-                done[part, stage, k] = clocks[rank]
+                positions[part, stage, k] = len(listed)
+                at = positions[awaited] if awaited is not None else -1
+                listed.append((rank, part, stage, at, (part == "forward") - (part == ends)))
                 reached[rank] += 1
-    return Run(max(clocks), tuple(_most(order, parts, stages, schedule) for order in found))
+    return listed
 
 
 def _awaited(part: str, stage: int, k: int, stages: int) -> tuple[str, int, int] | None:
@@ -78,13 +100,3 @@ def _seconds(stage: Stage, part: str, schedule: Schedule) -> float:
     if part == "backward" and schedule == "zb-h1":
         return stage.backward - stage.weights
     return {"forward": stage.forward, "backward": stage.backward, "weights": stage.weights}[part]
-
-
-def _most(order: Order, parts: dict[str, tuple[str, int]], stages: Sequence[Stage], schedule: Schedule) -> float:
-    """The most bytes at once: from forward of a micro-batch until its last gradients."""
-    ends, held, most = "weights" if schedule == "zb-h1" else "backward", 0.0, 0.0
-    for role, _ in order:
-        part, stage = parts[role]
-        held += stages[stage].kept * ((part == "forward") - (part == ends))
-        most = max(most, held)
-    return most

@@ -1,8 +1,8 @@
-"""The work of a user's step: captured once for each number of ranks along "tensor", with the bytes of its state."""
+"""The work of a user's step: captured once, partitioned for each number of ranks along "tensor"; bytes of its state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 
 from passes import OutputKind, Phase, Program, Role, SpmdError
 
@@ -45,7 +45,7 @@ class StepWork:
 
 
 class CapturedStep:
-    """A step and the arguments of a call with the whole batch; each share of it is captured once.
+    """A step and the arguments of a call with the whole batch, captured once for all shares but those of experts.
 
     Raises ``TypeError`` for what is no compiled step, ``ValueError`` for a mode whose layouts are not searched.
     """
@@ -54,15 +54,16 @@ class CapturedStep:
         self._step, self._args = unbound(step, args)
         self._kwargs, self._known = dict(kwargs), dict[tuple[int, int], StepWork | None]()
         self.backend = "inductor" if self._step.options.backend == "inductor" else "aten"
-        self.axes = axes_of(given_mode(self._step))
+        self._given = given_mode(self._step)
+        self.axes = axes_of(self._given)
         self.recipes: dict[int, Mapping[str, int]] = {}  # by ranks along "tensor", where ``params`` names no axis
+        self._captured: tuple[Program, dict[str, int]] | None = None  # and its equal blocks, of which it has two each
 
     def of(self, tensor: int = 1, experts: int = 1) -> StepWork:
         """The share of one of ``tensor`` ranks along the axis that ``params`` names, and of ``experts`` ranks."""
         found = self._known.get((tensor, experts))
         if found is None:
-            known = self._recipe if self.recipes.get(tensor) else None
-            found = step_work(self._step, self._args, self._kwargs, tensor=tensor, experts=experts, known=known)
+            found = self._work(tensor, experts) if self._captured else self._first_work(tensor, experts)
             self._known[tensor, experts] = found
         return found
 
@@ -71,7 +72,7 @@ class CapturedStep:
         if self.axes[1] is not None or ranks == 1:
             return True
         if ranks not in self.recipes:
-            self.recipes[ranks] = self._recipe[1] if self._recipe else {}
+            self.recipes[ranks] = self.recipe
             try:
                 self.of(ranks)
             except (SpmdError, ValueError):
@@ -79,11 +80,21 @@ class CapturedStep:
         return bool(self.recipes[ranks])
 
     @cached_property
-    def _recipe(self) -> tuple[Program, dict[str, int], dict[str, int]] | None:
+    def recipe(self) -> dict[str, int]:
+        """The dims of parameters that ranks split at the least cost, by patterns."""
+        self.of()
+        assert self._captured is not None, "a share is of what was captured"
+        program, counts = self._captured
+        found: dict[str, int] = {}
         try:
-            return recipe_of(self._step, self._args, self._kwargs)
-        except Exception:  # the capture of all of it raises what is to be raised
-            return None
+            splits = recipe(program, axis=1) or {}
+        except Exception:  # what it cannot divide is planned whole
+            return found
+        for name, dim in splits.items():  # of equal blocks, the last one's stands for all
+            block = next((each for each in counts if name.startswith(f"{each.rpartition('.')[0]}.")), "")
+            container = block.rpartition(".")[0]
+            found[f"{container}.*.{name[len(container) + 1 :].partition('.')[2]}" if block else name] = dim
+        return found
 
     def divides_experts(self, ranks: int) -> bool:
         """Whether so many ranks can divide its experts."""
@@ -111,56 +122,78 @@ class CapturedStep:
     @cached_property
     def _splits_sequence(self) -> bool:
         try:
-            step_work(self._step, self._args, self._kwargs, context=2)
+            self._local({self.axes[0]: _SAMPLED, SEQUENCE: 2}, {"batch": self.axes[0], "sequence": SEQUENCE}, {})
         except (SpmdError, ValueError):
             return False
         return True
 
+    def _first_work(self, tensor: int, experts: int) -> StepWork:
+        """The first share, by which it shows whether two of equal blocks can stand for all."""
+        try:
+            self._captured = self._capture(*shortened(self._step, self._args, self._kwargs))
+            return self._work(tensor, experts)
+        except Exception:  # it counts its blocks, or names each of them
+            self._captured = self._capture(self._args, self._kwargs, {})
+            return self._work(tensor, experts)
 
-def step_work(
-    step: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    tensor: int = 1,
-    context: int = 1,
-    experts: int = 1,
-    known: tuple[Program, Mapping[str, int], Mapping[str, int]] | None = None,
-) -> StepWork:
-    """Capture ``step`` with the whole batch in ``args``, on ``tensor`` ranks along the axis that its mode names.
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], counts: dict[str, int]
+    ) -> tuple[Program, dict[str, int]]:
+        """The step on two ranks along the batch, and two along another axis, which pass the same."""
+        batch, other = self.axes[0], self.axes[1] or TENSOR
+        mode = self._mode({"batch": batch, "tensor": other}, {})
+        return captured(self._step, mode, args, kwargs, {batch: _SAMPLED, other: _SAMPLED}), counts
 
-    ``context``: ranks that split sequences; ``experts``: ranks that divide experts, each with other rows. ``known``:
-    what ``recipe_of`` found, where the mode names none.
-    """
-    given = given_mode(step)
-    batch, other = axes_of(given)
-    program, recipe, counts = known or (None, {}, {})
-    other = TENSOR if recipe else other
-    mesh, roles = {batch: _SAMPLED}, dict[str, str | tuple[str, ...]](batch=batch)
-    if context > 1:
-        mesh[SEQUENCE], roles["sequence"] = context, SEQUENCE
-    if experts > 1:
-        mesh[EXPERTS], roles["experts"], roles["batch"] = experts, EXPERTS, (batch, EXPERTS)
-    if other:
-        mesh[other], roles["tensor"] = tensor, other
+    def _work(self, tensor: int, experts: int) -> StepWork:
+        batch, other = self.axes[0], self.axes[1] or TENSOR
+        mesh, roles = {batch: _SAMPLED, other: tensor}, dict[str, Any](batch=batch, tensor=other)
+        if experts > 1:
+            mesh = {batch: _SAMPLED, EXPERTS: experts, other: tensor}
+            roles |= {"experts": EXPERTS, "batch": (batch, EXPERTS)}
+        local = self._local(mesh, roles, self.recipes.get(tensor, {}))
+        assert self._captured is not None, "a share is of what was captured"
+        return _work_of(local, self._given, self._captured[1], _SAMPLED * experts)
 
-    def mode(device_mesh: DeviceMesh) -> DataParallel:
-        return DataParallel(
-            "replicate",
-            mesh=device_mesh,
-            axes=roles,
-            params={**given.params, **{name: {TENSOR: Shard(dim)} for name, dim in recipe.items()}},
-            inputs=given.inputs,
-            input_batch_dim=given.input_batch_dim,
-            mp_policy=given.mp_policy,
-            experts=given.experts.choices if experts > 1 and given.experts else None,
-        )
+    def _local(self, mesh: Mapping[str, int], roles: Mapping[str, Any], recipe: Mapping[str, int]) -> Program:
+        """A rank's share on another mesh: of what was captured where that has as many axes, and so the same batch."""
+        mode = self._mode(roles, recipe)
+        assert self._captured is not None, "a share is of what was captured"
+        program, counts = self._captured
+        if len(mesh) == len(program.mesh.axes):
+            return partitioned_on(program, mode, mesh)
+        fewer = shortened(self._step, self._args, self._kwargs)[:2] if counts else (self._args, self._kwargs)
+        return partitioned(self._step, mode, *fewer, mesh)
 
-    if program is not None:
-        axes = tuple(replace(each, size=mesh[each.name]) for each in program.mesh.axes)
-        local = partitioned_on(replace(program, mesh=replace(program.mesh, axes=axes)), mode, mesh)
-    else:
-        counts, local = _partitioned(step, mode, args, kwargs, mesh)
+    def _mode(self, roles: Mapping[str, Any], recipe: Mapping[str, int]) -> Callable[[DeviceMesh], DataParallel]:
+        """The step's mode on another mesh, whose axes have these roles."""
+        given, batch = self._given, self.axes[0]
+        params = _along(given.params, batch) | {name: {TENSOR: Shard(dim)} for name, dim in recipe.items()}
+        if "tensor" not in roles:  # where none splits parameters, ``params`` need not be known
+            params = {name: each for name, each in params.items() if self.axes[1] not in each}
+
+        def mode(device_mesh: DeviceMesh) -> DataParallel:
+            return DataParallel(
+                "replicate",
+                mesh=device_mesh,
+                axes=roles,
+                params=params,
+                inputs=_along(given.inputs or {}, batch),
+                input_batch_dim=given.input_batch_dim,
+                mp_policy=given.mp_policy,
+                experts=given.experts.choices if "experts" in roles and given.experts else None,
+            )
+
+        return mode
+
+
+def _along(placements: Mapping[str, Any], batch: str) -> dict[str, Any]:
+    """Placements of a mesh of one axis, as those along ``batch`` of a larger one."""
+    given = {k: each[0] if isinstance(each, Sequence) and len(each) == 1 else each for k, each in placements.items()}
+    return {name: {batch: each} if isinstance(each, Placement) else each for name, each in given.items()}
+
+
+def _work_of(local: Program, given: DataParallel, counts: Mapping[str, int], ranks: int) -> StepWork:
+    """Sections and state of a rank's share; ``ranks`` have other rows. Raises ``ValueError`` without a batch."""
     rows = [i for i in local.inputs if i.role is Role.BATCH and i.shape]
     if not rows:
         raise ValueError("expected a step with a batch among its arguments, of which ranks can have different rows")
@@ -170,43 +203,7 @@ def step_work(
     plain, fused = (_counted(sections(local, fused), counts) for fused in (False, True))
     traffic = Traffic(keys=max(sum(k.keys.each for k in each.kernels[Phase.FORWARD]) for each in plain))
     work = Work(plain, fused, _state(local, given), traffic)
-    return StepWork(work, shape[dim] // (_SAMPLED * experts), max(integers, default=1), tuple(local.notes))
-
-
-def _partitioned(
-    step: Any,
-    mode: Callable[[DeviceMesh], DataParallel],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    mesh: Mapping[str, int],
-) -> tuple[dict[str, int], Program]:
-    """How many equal blocks there are, and a rank's share with two of each."""
-    try:
-        fewer, named, counts = shortened(step, args, kwargs)
-        return counts, partitioned(step, mode, fewer, named, mesh)
-    except Exception:  # it counts its blocks, or names each of them
-        return {}, partitioned(step, mode, args, kwargs, mesh)
-
-
-def recipe_of(
-    step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Program, dict[str, int], dict[str, int]]:
-    """A captured step, the dims of parameters that ranks split at the least cost, by patterns, and its equal blocks."""
-    given = given_mode(step)
-    batch, _ = axes_of(given)
-
-    def mode(device_mesh: DeviceMesh) -> DataParallel:
-        roles: dict[str, str | tuple[str, ...]] = {"batch": batch, "tensor": TENSOR}
-        return DataParallel(mesh=device_mesh, axes=roles, inputs=given.inputs, input_batch_dim=given.input_batch_dim)
-
-    fewer, named, counts = shortened(step, args, kwargs)
-    program = captured(step, mode, fewer, named, {batch: _SAMPLED, TENSOR: _SAMPLED})
-    found: dict[str, int] = {}
-    for name, dim in (recipe(program, axis=1) or {}).items():  # of equal blocks, the last one's stands for all
-        block = next((each for each in counts if name.startswith(f"{each.rpartition('.')[0]}.")), "")
-        container = block.rpartition(".")[0]
-        found[f"{container}.*.{name[len(container) + 1 :].partition('.')[2]}" if block else name] = dim
-    return program, found, counts
+    return StepWork(work, shape[dim] // ranks, max(integers, default=1), tuple(local.notes))
 
 
 def _counted(found: list[Section], counts: Mapping[str, int]) -> list[Section]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import passes
 import spmd
 from spmd.cli.commands import main
 from tests.harness.cases import MLP
@@ -90,3 +93,41 @@ def test_a_wrong_folder_lists_what_is_there(folder: Path, capsys: pytest.Capture
 def test_a_step_that_was_not_called_has_no_stages() -> None:
     with pytest.raises(spmd.SpmdError, match="has not been called yet"):
         spmd.compile(MLP.step).diff("06")
+
+
+def profiled(path: Path, **options: Any) -> None:
+    """Write the report of a step whose calls were measured."""
+    step, given = spmd.compile(MLP.step, **options), regression(6, 5, 4, 3)
+    step(*given)
+    step.profile(2)
+    for _ in range(2):
+        step(*given)
+    step.report().save(path)
+
+
+@pytest.mark.usefixtures("step")  # for its ranks
+def test_two_runs_are_compared(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In time, what is sent, memory, and what passes did; with their reasons."""
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    profiled(one)
+    apart = tuple(each for each in passes.default() if not isinstance(each, passes.BucketAllReduce))
+    profiled(other, passes=apart)
+    report = json.loads(one.read_text())
+    slower = {**report["measured"], "seconds": 2 * report["measured"]["seconds"], "ops": []}
+    slower["communication"] += report["measured"]["seconds"]
+    capsys.readouterr()
+    assert run(other, "--against", one) == 1
+    found = capsys.readouterr().out
+    counts = re.search(r"all_reduce along dp: (\d+) of .+ in all instead of (\d+) of .+; new: ", found)
+    assert counts is not None and int(counts[1]) > int(counts[2])
+    assert "bucket_all_reduce: not run instead of " in found
+    found = "\n".join(passes.report_changes.changes(report, {**report, "measured": slower}))
+    assert ", as measured: " in found and " more of communication that is waited for" in found
+    assert "takes" in found and "it runs 0 times instead of" in found
+    assert run(one, "--against", one) == 0
+    assert "nothing that a report has is other" in capsys.readouterr().out
+    assert run(one, "--against", folder) == 1  # which was not measured
+    assert "only one of them was measured" in capsys.readouterr().out
+    assert run(one) == 2 and run(one, "01", "--against", other) == 2
+    other.write_text("{}")
+    assert run(one, "--against", other) == 2

@@ -138,9 +138,12 @@ def adapts(rank: int, world: int, longer: bool) -> tuple[list[float], list[float
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapt, "_seconds", lambda *_: next(estimated))
         patch.setattr(adapt.Adapting, "took", property(lambda _: next(seconds)))
-        step, adapted = losses(rank, spmd.Auto(adapt=True))
+        mode = spmd.Auto(adapt=True)
+        given = mode.custom_passes
+        step, adapted = losses(rank, mode)
     reasons = [each.reason for each in step.recompiles().programs]
-    sizes = {each.max_bytes for each in step.options.pipeline if hasattr(each, "max_bytes")}
+    sizes = {each.max_bytes for each in step._dispatch.programs.last.pipeline if hasattr(each, "max_bytes")}
+    assert mode.custom_passes is given  # the user's mode, which other steps may share
     return plain, adapted, [*reasons, step.program.notes[-1]], sizes
 
 
@@ -156,14 +159,52 @@ def test_another_schedule_takes_over_on_all_ranks_and_leaves_all_bits(ranks: Ran
     assert one[2] == other[2]
 
 
+def called(adapting: adapt.Adapting, *identities: int) -> list[bool]:
+    """Calls of these programs; whether each was due to decide before it ran."""
+    due = []
+    for identity in identities:
+        due.append(adapting.is_due(identity))
+        adapting.begin(identity, "cpu")
+        adapting.end()
+    return due
+
+
 def test_a_change_is_judged_by_calls_of_its_own_program() -> None:
-    """Those of another batch size say nothing of it."""
+    """Those of another batch size say nothing of it, and come between them."""
     adapting = adapt.Adapting(BUILT_IN, (), before=(1.0, ()), changed=1)
-    for identity in (2, 1):
-        for _ in range(adapt.SETTLES + adapt.TIMED):
-            adapting.begin(identity, "cpu")
-            adapting.end()
-        assert adapting.is_due(identity) is (identity == 1)
+    calls = adapt.SETTLES + adapt.TIMED
+    assert not any(called(adapting, *[2, 1] * calls))
+    assert not adapting.is_due(2) and adapting.is_due(1)
+    assert adapting.took < 1.0
+
+
+def test_programs_that_alternate_are_each_measured_and_not_for_ever() -> None:
+    adapting = adapt.Adapting(BUILT_IN, ())
+    calls = adapt.SETTLES + adapt.TIMED + adapt.PROFILED
+    assert not any(called(adapting, *[2, 1] * (calls - 1), 2))
+    assert adapting.is_due(2) and not adapting.is_due(1)
+    adapting.restart()  # a call failed
+    assert not adapting.is_due(2)
+    called(adapting, *range(adapt.MOST))
+    assert adapting.is_due(1)
+    assert not adapting.decide(*compiled(), None, lambda text: [text])
+    assert adapting.is_done and "no program ran often enough" in adapting.note
+    called(adapting, *range(adapt.MOST))
+    assert adapting.calls == adapt.MOST  # nothing is timed any more
+
+
+def test_a_change_that_too_few_calls_ran_is_taken_back() -> None:
+    adapting = adapt.Adapting(BUILT_IN, ("other",), before=(1.0, ("first",)), changed=1)
+    called(adapting, 1, *[2] * adapt.MOST)
+    assert adapting.is_due(1) and not adapting.is_due(2)
+    adapting.is_due(1)
+    assert adapting.decide(*compiled(), None, lambda text: [text])
+    assert adapting.pipeline == ("first",) and "too few calls ran it: back" in adapting.note
+
+
+def compiled() -> tuple[Any, Any]:
+    program = unlimited()[1].program
+    return program, program
 
 
 def adapts_alone(rank: int, world: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -246,7 +247,9 @@ def test_machines_are_compared_in_a_table_and_on_a_page(file: Path, capsys: pyte
         f"{gpus} {gpu}" for gpu in ("A100", "H100") for gpus in (4, 8, 16)
     ]
     text = page.read_text()
-    assert text.count("<svg") == 6
+    assert text.count("<svg") == 7 and text.count("<polyline") == 2  # one of scaling, with a line for each kind
+    clicks, entries = (set(re.findall(each, text)) for each in (r'href="#([\w-]+)"', r'details id="([\w-]+)"'))
+    assert clicks == entries and len(clicks) > 6
     assert "mode = spmd.DataParallel(" in text
     assert plan_command._counts("4,16..64,6") == [4, 16, 32, 64, 6]
     for wrong in ("many", "64..8", "8..", "4,"):

@@ -13,7 +13,7 @@ import spmd
 from benchmarks.anchors.models import Dims, Model
 from benchmarks.anchors.models import train_step as step
 from spmd.planning.capture import partitioned
-from spmd.planning.step_work import recipe_of
+from spmd.planning.step_work import CapturedStep
 from spmd.verification.world import simulated_world
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def arguments(arch: str, rows: int = 4) -> tuple[Any, ...]:
 
 
 def test_a_gated_block_is_divided_by_columns_then_rows() -> None:
-    _, found, _ = recipe_of(spmd.compile(step), arguments("llama"), {})
+    found = CapturedStep(spmd.compile(step), arguments("llama"), {}).recipe
     names = ("attention.qkv", "mlp.up", "mlp.gate", "attention.out", "mlp.down", "head")
     dims = [next(dim for pattern, dim in found.items() if pattern.endswith(f"{name}.weight")) for name in names]
     assert dims == [0, 0, 0, 1, 1, 0]
