@@ -45,6 +45,7 @@ from .tensor_attributes import check_outside
 from .unsupported import Refused, check_op, refuse_regions
 
 _TORCH_OPS = {"aten", "prim", "prims"}
+_IS_NONZERO = torch.ops.aten.is_nonzero.default  # which lacks the tag of ops that return a value
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Recorder(TorchDispatchMode):
             note_op(error, func, args, kwargs or {})
             raise
         check_op(func, args, result)
-        self.asked += torch.Tag.data_dependent_output in func.tags
+        self.asked += func is _IS_NONZERO or torch.Tag.data_dependent_output in func.tags
         self._note(current, drawn)
         return result
 

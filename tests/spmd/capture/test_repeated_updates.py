@@ -99,13 +99,16 @@ def test_a_mode_of_the_user_s_sees_all_ops(tmp_path: Path) -> None:
     assert found == [0]
 
 
-def test_an_update_that_asks_for_a_value_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ask", [float, bool])
+def test_an_update_that_asks_for_a_value_is_not_copied(
+    ask: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = sys.modules["torch.optim.sgd"]  # torch.optim itself forgets the name
     function = vars(module)["_single_tensor_sgd"]
 
     def asking(params: Any, *lists: Any, **options: Any) -> None:
         for k in range(len(params)):
-            assert torch.ones(()).item() == 1.0
+            assert ask(torch.ones(()))
             function([params[k]], *([each[k]] if each else each for each in lists), **options)
 
     monkeypatch.setattr(module, "_single_tensor_sgd", asking)
