@@ -80,6 +80,9 @@ from torch._C import _DisableAutocast as DisableAutocast
 # Operations on tensors without the ``__torch_function__`` of their classes. Seen in 2.11 to 2.15.
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 
+# The same without function modes, too. 2.11 to 2.15.
+from torch._C import DisableTorchFunction as DisableTorchFunction
+
 # The base of all batch norms, SyncBatchNorm included. 2.11 to 2.15.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
@@ -92,6 +95,9 @@ from torch._C import _nn as nn_bindings
 
 # Modes that see every op below autograd. 2.11 to 2.15.
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# The one that sees an op first. 2.11 to 2.15.
+from torch.utils._python_dispatch import _get_current_dispatch_mode as innermost_dispatch_mode
 
 # Compute with real tensors within a trace. 2.11 to 2.15.
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes
@@ -377,6 +383,17 @@ def begin_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any
     """
     initialize: Any = optimizer._init_group  # type: ignore[attr-defined]
     initialize(group, *([] for _ in range(len(inspect.signature(initialize).parameters) - 1)))
+
+
+def single_tensor_functions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where one of torch's optimizers finds the function that updates one parameter after another: (globals, name).
+
+    ``_single_tensor_*`` are private. They take a list of parameters, and lists of what belongs to each. 2.11 to 2.15.
+    """
+    for module in dict.fromkeys(kind.__module__ for kind in type(optimizer).__mro__):
+        if module.startswith("torch.optim."):
+            variables = vars(sys.modules[module])
+            yield from ((variables, name) for name in variables if name.startswith("_single_tensor_"))
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -689,6 +706,7 @@ __all__ = [
     "DataDependentOutputException",
     "DimDynamic",
     "DisableAutocast",
+    "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
     "FakeStore",
@@ -735,6 +753,7 @@ __all__ = [
     "has_registered_classes",
     "inductor_code",
     "inductor_graph",
+    "innermost_dispatch_mode",
     "is_noop_mask",
     "local_tensor",
     "make_fx",
@@ -761,6 +780,7 @@ __all__ = [
     "set_local_tensor",
     "set_proxy_of_tensor",
     "set_timeout",
+    "single_tensor_functions",
     "storage_id",
     "storage_use_count",
     "symbolic_functions",

@@ -22,6 +22,7 @@ from passes import CaptureError
 from .._torch import TorchFunctionMode, compiling, tree_flatten, tree_map
 from .provenance import Recorder
 from .unsupported import Refused
+from .values.repeated_updates import RepeatedUpdates
 
 # State of torch's optimizers that eager reads out of its tensor, to compute with Python floats.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
@@ -205,7 +206,7 @@ class TracedOptimizer:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = tree_map(self._outside_update, (args, kwargs))
-            with self.floats or nullcontext(), self._updating(True):
+            with self.floats or nullcontext(), self._updating(True), RepeatedUpdates(self.recorder).of(self.optimizer):
                 self._add_counters()  # one that the step makes may have state before it steps
                 return step(*args, **kwargs)
 

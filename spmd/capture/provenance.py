@@ -8,7 +8,7 @@ it inherits that op's module and line.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -45,6 +45,7 @@ from .tensor_attributes import check_outside
 from .unsupported import Refused, check_op, refuse_regions
 
 _TORCH_OPS = {"aten", "prim", "prims"}
+_IS_NONZERO = torch.ops.aten.is_nonzero.default  # which lacks the tag of ops that return a value
 
 
 @dataclass
@@ -66,11 +67,12 @@ class Recorder(TorchDispatchMode):
         self._reads = reads
         self.constants: frozenset[int] | None = None  # ids of tensors that are lifted; None: all that are found
         self.updating = 0  # depth of Optimizer.step and zero_grad calls
+        self.asked = 0  # how often the step has asked for the value of a tensor
         self._names = module_names
         self._modules: list[str] = []
         self._outside: int | None = None  # in a recomputation: how many modules were running when it began
         self._differentiable = False  # whether autograd follows the op that runs now
-        self._last: fx.Node | None = None
+        self.last: fx.Node | None = None  # of those that have their origin
         self._count = 0
         self._forward: dict[int, _Forward] = {}
         self._hooked: set[int] = set()
@@ -103,12 +105,13 @@ class Recorder(TorchDispatchMode):
             note_op(error, func, args, kwargs or {})
             raise
         check_op(func, args, result)
+        self.asked += func is _IS_NONZERO or torch.Tag.data_dependent_output in func.tags
         self._note(current, drawn)
         return result
 
     def __enter__(self) -> Any:
-        for node in _added_since(None, get_proxy_mode().tracer.graph):  # type: ignore[union-attr]
-            self._last = node  # nodes that are there already are not the step's
+        for node in added_since(None, get_proxy_mode().tracer.graph):  # type: ignore[union-attr]
+            self.last = node  # nodes that are there already are not the step's
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: object) -> None:
@@ -153,6 +156,19 @@ class Recorder(TorchDispatchMode):
         origin = self._origin_of(tensor)
         return origin.source if origin is not None else ""
 
+    def copy(self, nodes: Sequence[fx.Node], operands: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Add copies of ops that read ``operands`` in the place of others; returns these with all copies."""
+        graph, copies, numbers = nodes[0].graph, dict(operands), dict[int, int]()
+        for node in nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: copies.get(each, each))
+            name = node.name.rstrip("0123456789").removesuffix("_")  # FX makes it unique, and is slow with a number
+            self.last = copies[node] = copy = graph.create_node(node.op, node.target, args, kwargs, name)
+            origin: Origin = node.meta["origin"]
+            if origin.number not in numbers:
+                self._count = numbers[origin.number] = self._count + 1
+            copy.meta = {**node.meta, "origin": replace(origin, number=numbers[origin.number])}
+        return copies
+
     def _origin_of(self, tensor: torch.Tensor) -> Origin | None:
         mode = get_proxy_mode()
         assert mode is not None, "gradients are tagged while tracing"
@@ -172,7 +188,7 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, current: Any, drawn: int | None) -> None:
         graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
-        added = _added_since(self._last, graph)
+        added = added_since(self.last, graph)
         if not added:
             return
         run = recomputing(sys._getframe(2)) if current is not None else None
@@ -185,7 +201,7 @@ class Recorder(TorchDispatchMode):
                 node.meta["origin"] = replace(origin)
                 if run is not None:
                     self._mark(node, run)
-        self._last = added[-1]
+        self.last = added[-1]
 
     def _mark(self, node: fx.Node, run: FrameType) -> None:
         """Record that checkpoint computes ``node`` again, in backward."""
@@ -257,7 +273,8 @@ def proxy_node(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
     return node
 
 
-def _added_since(last: fx.Node | None, graph: fx.Graph) -> list[fx.Node]:
+def added_since(last: fx.Node | None, graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of ``graph`` behind ``last``, in order."""
     nodes: list[fx.Node] = []
     for node in reversed(graph.nodes):
         if node is last:
