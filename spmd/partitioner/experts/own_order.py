@@ -42,7 +42,8 @@ def splits_tokens(axis: Axis) -> bool:
 
 def own_orders(order: Sequence[fx.Node], mesh: Mesh) -> dict[fx.Node, Option]:
     """By node that computes with rows that each rank sorts by itself: how, along each axis that splits tokens."""
-    ranks = prod(axis.size for axis in mesh.axes if splits_tokens(axis))
+    parts = [mesh.axes[k].size for k in mesh.axes_with(AxisRole.BATCH)]
+    ranks = prod(parts) if any(map(splits_tokens, mesh.axes)) else 1
     found, all_rows = dict[fx.Node, _Rows](), list[_Rows]()
     for node in order if ranks > 1 else ():
         read = list(dict.fromkeys(found[each] for each in node.all_input_nodes if each in found))
@@ -237,8 +238,9 @@ class _Rows:
         return counts
 
     def _are_keys(self, node: Any) -> bool:
-        """Whether a node holds the keys, sorted or not."""
-        return node in self.keys or _base(node) is _base(self.given)
+        """Whether a node holds the keys, sorted or not, and a rank's part of it holds those that the rank sorts."""
+        is_given = _base(node) is _base(self.given) and len(node.meta["val"]) % self.ranks == 0
+        return node in self.keys or is_given
 
     # Others
 

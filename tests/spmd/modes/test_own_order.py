@@ -68,7 +68,7 @@ def forward(x: Tensor, weight: Tensor, scores: Tensor, change: str = "") -> Tens
     match change:
         case "draws":
             rows = nn.functional.dropout(rows, 0.5)
-        case "neighbours":
+        case "pairs of rows":
             rows = rows.view(-1, 2, rows.shape[1]).flip(1).view_as(rows)
         case "tokens beside rows":
             rows = rows * scores.flatten()[: len(rows), None]
@@ -89,7 +89,7 @@ def orders(change: str, roles: tuple[AxisRole, ...] = (AxisRole.BATCH,)) -> Any:
 
 
 @pytest.mark.parametrize("change", [
-    *("may be below zero", "no ends", "draws", "neighbours", "tokens beside rows", "positions", "best row"),
+    *("may be below zero", "no ends", "draws", "pairs of rows", "tokens beside rows", "positions", "best row"),
     *("is returned", "other tokens"),
 ])  # fmt: skip
 def test_what_needs_the_order_of_all_rows_is_seen(change: str) -> None:
