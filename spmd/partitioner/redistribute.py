@@ -144,13 +144,11 @@ class Redistribution:
     def _cut(self, current: Placements, index: int, dim: int) -> _Cut:
         """The cut of ``dim`` by the axis at ``index``, after the axes before it, and those that cut its runs."""
         size, ranks = self.shape[dim], self.mesh.axes[index].size
-        for placement, axis in zip(current[:index], self.mesh.axes, strict=False):
-            if splits(placement, dim):
-                size = chunk(size, axis.size, axis.coordinate)[1]
+        for k, (placement, axis) in enumerate(zip(current, self.mesh.axes, strict=True)):
+            if k != index and (splits(placement, dim) or placement == OwnOrder(dim)):
+                is_outer = k < index and isinstance(placement, Shard)
+                size = chunk(size, axis.size, axis.coordinate)[1] if is_outer else size // axis.size
                 ranks *= axis.size
-        for placement, axis in zip(current[index + 1 :], self.mesh.axes[index + 1 :], strict=True):
-            if splits(placement, dim) or placement == OwnOrder(dim):
-                size, ranks = size // axis.size, ranks * axis.size
         return _Cut(dim, size, self.shape[dim] % ranks == 0, _with(current, index, Replicate()))
 
     def _in_runs(

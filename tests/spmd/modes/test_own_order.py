@@ -20,6 +20,8 @@ from spmd.rules.base import P, R
 from tests.harness import experts as harness
 from tests.harness.experts import EXPERTS, WIDTH, Mixture, Training
 from tests.harness.fake import fake_world
+from tests.harness.oracle import all_unequal, plain_run, snapshot
+from tests.harness.pool import Ranks
 
 OVER_TWO: dict[str, Any] = {"axes": {"batch": ("dp", "ep"), "experts": "ep"}}
 product = torch.ops.transformers.grouped_mm_fallback
@@ -138,6 +140,35 @@ def test_ends_of_all_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(axes={"batch": "dp"}), passes=())
     verdict = spmd.verify(step, *given(Routed), world=2, mesh={"dp": 2}, steps=1)
     assert not verdict and verdict.stage == "partition"
+
+
+class OneGroup(Training):
+    """In the second step the tokens of the first two ranks go to two experts of one rank."""
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        """A part of the batch."""
+        x, chosen, y = super().part(rank, 0)
+        return x, torch.tensor([0, 1]).expand_as(chosen).clone() if step == 1 and rank < 2 else chosen, y
+
+
+def with_little_room(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """What differs in steps on two groups of two ranks, and why programs were compiled."""
+    harness.ROWS, fewest, placements.FEWEST = 64, placements.FEWEST, 8
+    try:
+        torch.manual_seed(0)
+        case, mesh = OneGroup(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        step, objects = spmd.compile(case.step, parallel_mode=spmd.DataParallel(mesh=mesh, **OVER_TWO)), case.build()
+        got = [snapshot(step(*objects, *case.part(rank, k)), objects) for k in range(2)]
+        reasons = [each.reason for each in step.recompiles().programs]
+        return all_unequal(plain_run(case, world, 2), got, rank, world), reasons
+    finally:
+        harness.ROWS, placements.FEWEST = 8, fewest
+
+
+def test_all_ranks_know_that_one_group_had_more_rows(ranks: Ranks) -> None:
+    for unequal, reasons in ranks.run(4, with_little_room):
+        assert unequal == []
+        assert reasons == ["the first call", "a rank's experts had more rows than there was room for"]
 
 
 # What is sent
