@@ -93,6 +93,17 @@ class Dealt(OwnRows):
         return -(-size // ranks)
 
 
+class OwnOrder(OwnRows):
+    """Rows that a step sorts: a rank has those of its own part of what is sorted, in the order in which it sorts them.
+
+    So only an op that sees no order of rows has a result of the same rows. Numbers of rows are those of a rank's own.
+    """
+
+    def length(self, size: int, ranks: int) -> int:
+        """As many on each rank."""
+        return size // ranks
+
+
 class ByGroup(OwnRows):
     """Rows by group: those of the experts that a rank has, of ``count`` experts in all.
 
@@ -229,12 +240,21 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 def local_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
     """The shape of this rank's part."""
     local = list(shape)
-    for entry, axis in zip(placement, mesh.axes, strict=True):
+    for entry, axis in nested(placement, mesh.axes):
         if isinstance(entry, Shard):
             local[entry.dim] = extent(entry, local[entry.dim], axis)[1]
         elif isinstance(entry, OwnRows):
             local[entry.dim] = entry.length(local[entry.dim], axis.size)
     return tuple(local)
+
+
+def nested(placement: Placements, axes: Sequence[Axis]) -> list[tuple[Placement, Axis]]:
+    """The entries of a placement, each with its axis, as they divide rows: each rank's own order first, groups last."""
+
+    def turn(pair: tuple[Placement, Axis]) -> int:
+        return isinstance(pair[0], ByGroup) - isinstance(pair[0], OwnOrder)
+
+    return sorted(zip(placement, axes, strict=True), key=turn)
 
 
 def smallest_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
@@ -245,7 +265,7 @@ def smallest_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> t
 def all_shapes(shape: Sequence[int], placement: Placements, axes: Sequence[Axis]) -> list[tuple[int, ...]]:
     """The shapes of the parts on the ranks of ``axes``, each once, the first rank's first."""
     shapes = [tuple(shape)]
-    for entry, axis in zip(placement, axes, strict=True):
+    for entry, axis in nested(placement, axes):
         if isinstance(entry, Shard):
             cut = [_with_length(one, entry.dim, n) for one in shapes for n in _lengths(one[entry.dim], axis.size)]
             shapes = list(dict.fromkeys(cut))
@@ -274,10 +294,12 @@ def _with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ..
 def local_start(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
     """The start of this rank's part along each dim; 0 for a dim that is cut in runs."""
     local, starts = list(shape), [0] * len(shape)
-    for entry, axis in zip(placement, mesh.axes, strict=True):
+    for entry, axis in nested(placement, mesh.axes):
         if isinstance(entry, Shard):
             start, local[entry.dim] = extent(entry, local[entry.dim], axis)
             starts[entry.dim] += 0 if isinstance(entry, Interleaved) else start
+        elif isinstance(entry, OwnOrder):
+            local[entry.dim] = entry.length(local[entry.dim], axis.size)
     return tuple(starts)
 
 

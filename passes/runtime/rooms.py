@@ -1,6 +1,7 @@
 """Room for rows whose number a call decides: an op notes where there are more, and a call looks before it writes.
 
-The op returns its operand, so that whatever reads rows waits for it. What a program computes after it has noted more
+The op returns its operand, so that whatever reads rows waits for it. Ranks that sort rows by themselves note unequal
+numbers, and exchange them before they write. What a program computes after it has noted more
 rows than there is room for is wrong, and has to be dropped.
 """
 
@@ -51,7 +52,7 @@ torch.library.register_fake(f"{NAMESPACE}::within", _copy, lib=_library)
 within = getattr(torch.ops, NAMESPACE).within.default
 
 
-def most_rows() -> float:
-    """The most rows of a rank since this was last asked, as a multiple of the room for them; zero if no op ran."""
+def most_rows() -> float | None:
+    """The most rows of a rank since this was last asked, as a multiple of the room for them; None if no op ran."""
     noted, _noted.times = _noted.times, []
-    return max(map(float, noted), default=0.0)
+    return max(map(float, noted), default=None)

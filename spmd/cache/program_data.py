@@ -26,7 +26,7 @@ from passes.runtime import arena, collective_ops, ctc_loss, host_memory, random,
 
 from .._torch import FakeTensorMode, LazyGraphModule, OpOverload
 from ..partitioner.assignment import Assignment
-from ..placements import ByGroup, Dealt, Interleaved, Mirrored
+from ..placements import ByGroup, Dealt, Interleaved, Mirrored, OwnOrder
 from .not_cached import NotCachedError
 
 _OURS = (collective_ops.NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE, rooms.NAMESPACE)
@@ -338,6 +338,8 @@ def _entry(entry: Any) -> list[Any]:
             return ["by group", entry.dim, entry.of, entry.count, entry.ends, entry.rows, entry.room]
         case Dealt():
             return ["dealt", entry.dim]
+        case OwnOrder():
+            return ["own order", entry.dim]
         case Shard() if type(entry) is Shard:
             return ["shard", entry.dim]
         case Replicate() if type(entry) is Replicate:
@@ -351,6 +353,7 @@ _PLACEMENTS: dict[str, Callable[..., Any]] = {
     "interleaved": Interleaved,
     "by group": ByGroup,
     "dealt": Dealt,
+    "own order": OwnOrder,
     "mirrored": Mirrored,
     "shard": Shard,
     "replicate": Replicate,

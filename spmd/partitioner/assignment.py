@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import PartitionError
 from passes.ir.program import Placements
 
-from ..placements import ByGroup, Dealt, Interleaved, Mirrored
+from ..placements import ByGroup, Dealt, Interleaved, Mirrored, OwnOrder
 from ..rules import Option
 
 
@@ -188,6 +188,8 @@ def _placement(placement: Placement) -> str:
             return f"G({dim}, {of!r}, {count}, {ends}, {rows}, {room})"
         case Dealt(dim=dim):
             return f"D({dim})"
+        case OwnOrder(dim=dim):
+            return f"O({dim})"
         case Partial(reduce_op=op):
             return "P" if op == "sum" else f"P({op!r})"
     return "R"
@@ -246,6 +248,8 @@ def _read(value: ast.expr) -> Any:
             return Interleaved(_read(dim), _read(outer))
         case ast.Call(func=ast.Name(id="D"), args=[dim]):
             return Dealt(_read(dim))
+        case ast.Call(func=ast.Name(id="O"), args=[dim]):
+            return OwnOrder(_read(dim))
         case ast.Call(func=ast.Name(id="G"), args=given):
             return ByGroup(*map(_read, given))
         case ast.Call(func=ast.Name(id="M"), args=[dim, outer]):

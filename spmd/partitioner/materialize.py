@@ -21,7 +21,7 @@ from passes.ir.ops import Trait, has
 from passes.ir.program import Placements, is_sharded
 from passes.ir.schemas import name_of
 
-from ..placements import local_shape, splits
+from ..placements import Interleaved, local_shape, splits
 from ..rules import OpCall, Option
 from . import reasons
 from .assignment import Choice, Move, MoveKind
@@ -166,13 +166,18 @@ class Materializer:
         return self._compute_again(node, operands, chosen, placement) if chosen is not None else None
 
     def _zeros(self, value: Value, placement: Placements) -> Any:
-        """Make zeros, to which rows of experts are added, where they are read."""
-        node = value.source
-        if not self.context.routes.groups or not has(node.target, Trait.ZEROS):
+        """Make zeros, to which rows of experts are added, where they are read; in runs or not, they are the same."""
+        node, routes = value.source, self.context.routes
+        if not (routes.groups or routes.own) or not has(node.target, Trait.ZEROS):
             return None
-        operands = self._operands_again(node)
-        chosen = self.calls.options.without_traffic(self.call(node, operands), operands, placement)
-        return self._compute_again(node, operands, chosen, placement) if chosen is not None else None
+        plain = tuple(Shard(p.dim) if isinstance(p, Interleaved) else p for p in placement)
+        given = self._operands_again(node)  # what they are made like, if anything, in one of the placements it has
+        for operands in [[replace(x, nodes={p: held})] for x in given for p, held in x.nodes.items()] or [given]:
+            for goal in dict.fromkeys((placement, plain)):
+                chosen = self.calls.options.without_traffic(self.call(node, operands), operands, goal)
+                if chosen is not None:
+                    return self._compute_again(node, operands, chosen, goal)
+        return None
 
     def _view_of_gathered(self, value: Value, placement: Placements, reason: Reason) -> Any:
         """Gather the base of a view, and view that: so a matrix and its transpose are gathered once."""

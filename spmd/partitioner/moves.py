@@ -19,10 +19,10 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from passes import AxisRole, Phase
+from passes import AxisRole, Mesh, Phase
 from passes.ir.program import Placements
 
-from ..placements import Mirrored
+from ..placements import Interleaved, Mirrored
 from ..rules import OpCall
 from ..rules.attention import BACKWARD
 from ..rules.cat_split import cuts_between, dim_of, is_cut, takes_all
@@ -93,7 +93,9 @@ class Moves:
         parameter = self.context.complete_gradients.get(node)
         if parameter is not None:
             yield Move(MoveKind.GRADIENT, 0, self.context.gradient_placement(parameter))
-        if node.meta.get("phase") is Phase.BACKWARD:
+        if node in self.context.routes.own and (tokens := _back_among_tokens(value, self.context.mesh)):
+            yield Move(MoveKind.SUM, 0, tokens)
+        elif node.meta.get("phase") is Phase.BACKWARD:
             placement = self._reduced_over_sequence(node, value)
             if placement == value.primary and _fans_out(node):
                 placement = self._reduced_over_model(node, value)
@@ -125,6 +127,14 @@ class Moves:
             return value.primary
         hint = self.hints.of(node) or self.context.replicated
         return tuple(hint[k] if k in pending else p for k, p in enumerate(value.primary))
+
+
+def _back_among_tokens(value: Value, mesh: Mesh) -> Placements | None:
+    """The placement of tokens, for a sum over the ranks of experts that holds the tokens of a micro-batch in runs."""
+    pending = [k for k in mesh.axes_with(AxisRole.EXPERTS) if isinstance(value.primary[k], Partial)]
+    if not pending or not any(isinstance(p, Interleaved) for p in value.primary):
+        return None
+    return tuple(Shard(0) if k in pending or isinstance(p, Interleaved) else p for k, p in enumerate(value.primary))
 
 
 def _differentiated(node: fx.Node) -> Any:

@@ -19,6 +19,7 @@ from passes.ir.program import Placements
 from ..placements import Interleaved, OwnRows, all_shapes, chunk, first_of_each_length, local_shape, splits
 from ..rules import Info, OpCall, Option, localize_of
 from ..rules.sequences.bands import Band
+from .experts.own_order import splits_tokens
 from .values import Value
 
 
@@ -42,7 +43,15 @@ def narrowed(
         "owned": owned,
         "hinted": goal if isinstance(goal, OwnRows) else None,
     }
-    return [replace(each, **known) for each in _on_all_lengths(call, chosen, mesh)]
+    return [replace(each, **known) for each in _on_all_lengths(call, *_with_own_order(call, chosen, mesh))]
+
+
+def _with_own_order(call: OpCall, chosen: Sequence[Option], mesh: Mesh) -> tuple[Sequence[Option], Mesh]:
+    """The options chosen for, and those along later axes over which each rank sorts rows by itself; and their axes."""
+    if call.own_order is None:
+        return chosen, mesh
+    later = [axis for axis in mesh.axes[len(chosen) + 1 :] if splits_tokens(axis)]
+    return [*chosen, *(call.own_order for _ in later)], Mesh((*mesh.axes[: len(chosen)], *later))
 
 
 def _owned(value: Value, before: Placements) -> tuple[OwnRows, ...]:
@@ -78,9 +87,13 @@ def _has_rows(value: Value, call: OpCall, runs: Interleaved | None) -> bool:
 
 
 def _on_all_lengths(call: OpCall, chosen: Sequence[Option], mesh: Mesh) -> list[OpCall]:
-    if not any(isinstance(p, (Shard, OwnRows)) for option in chosen for p in (*option.operands, *option.results)):
+    if not any(map(_divides, chosen)):
         return [call]
     return [_on_rank(call, chosen, rank) for rank in _different_ranks(call, chosen, mesh.axes[: len(chosen)])]
+
+
+def _divides(option: Option) -> bool:
+    return any(isinstance(p, (Shard, OwnRows)) for p in (*option.operands, *option.results))
 
 
 def _different_ranks(call: OpCall, chosen: Sequence[Option], axes: Sequence[Axis]) -> list[Mesh]:
@@ -131,7 +144,8 @@ def _on_rank(call: OpCall, chosen: Sequence[Option], axes: Mesh) -> OpCall:
     localize = localize_of(call.target)
     if localize is not None:
         args = localize(call, args, kwargs, tuple(None if info is None else info.shape for info in results))
-    return replace(call, args=args, kwargs=kwargs, operands=tuple(operands), results=results, of_parts=True)
+    of_parts = any(map(_divides, (option for option in chosen if option is not call.own_order)))
+    return replace(call, args=args, kwargs=kwargs, operands=tuple(operands), results=results, of_parts=of_parts)
 
 
 def _iota_dim_left(info: Info, position: int, chosen: Sequence[Option]) -> int | None:

@@ -78,7 +78,8 @@ class OptionCosts:
         placed = [
             (value.primary, p) for value, p in zip(self.operands, option.operands, strict=True) if value.is_weight
         ]
-        placed += [(self.hint, option.results[0])] if self.hint is not None and option.results[0] is not None else []
+        hint, result = self.hint, option.results[0]
+        placed += [(hint, result)] if hint is not None and result not in (None, hint[self.index]) else []
         return any(isinstance(p, Shard) and p == whole[k] for whole, p in placed for k in self.experts - {self.index})
 
     def _held(self, value: Value) -> Value:

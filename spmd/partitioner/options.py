@@ -13,9 +13,10 @@ from passes.ir.ops import draws
 from passes.ir.program import Placements
 
 from ..memo import memo_key
-from ..placements import ByGroup, Dealt, Mirrored, OwnRows, splits
+from ..placements import ByGroup, Dealt, Interleaved, Mirrored, OwnRows, splits
 from ..rules import OpCall, Option, rule_of
 from ..rules.attention import Form, has_form, is_asked_for, is_attention
+from .experts.own_order import splits_tokens
 from .narrow import narrowed
 from .values import Value
 
@@ -32,12 +33,28 @@ class Options:
         self, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option], hint: Placements | None = None
     ) -> list[Option]:
         """The options along the axis after those of ``chosen`` that are right on all ranks."""
+        if call.own_order is not None and splits_tokens(self.mesh.axes[len(chosen)]):
+            return [self._behind_experts(call.own_order, chosen)]
         first, *others = map(self._of_call, narrowed(call, operands, chosen, self.mesh, hint))
         found = [option for option in first if all(option in other for other in others)] if others else first
         if any(value.group is not None for value in operands):
             kinds = _own_rows_along(self.mesh.axes[len(chosen)])
             found = [o for o in found if all(not isinstance(p, OwnRows) or isinstance(p, kinds) for p in o.operands)]
         return self._of_attention(call, operands, chosen, found) if is_attention(call) else found
+
+    def _behind_experts(self, option: Option, chosen: Sequence[Option]) -> Option:
+        """``option`` along an axis that cuts tokens which the ranks of experts split: in runs, where a rank has all."""
+        before = [k for k, axis in enumerate(self.mesh.axes[: len(chosen)]) if _has_both(axis)]
+        if not before:
+            return option
+        (outer,) = (self.mesh.axes[k].size for k in before)
+        (whole,) = (chosen[k] for k in before)
+
+        def lifted(placement: Any, along: Any) -> Any:
+            return Interleaved(placement.dim, outer) if type(placement) is Shard and along != placement else placement
+
+        operands = map(lifted, option.operands, whole.operands)
+        return replace(option, operands=tuple(operands), results=tuple(map(lifted, option.results, whole.results)))
 
     def of_all_axes(
         self, call: OpCall, operands: Sequence[Value], hint: Placements | None = None, chosen: tuple[Option, ...] = ()
@@ -102,7 +119,7 @@ class Options:
 
 def key_of(call: OpCall) -> tuple[Any, ...]:
     """The key of a call on one mesh."""
-    return call.target, memo_key(call.args), memo_key(call.kwargs), call.results
+    return call.target, memo_key(call.args), memo_key(call.kwargs), call.results, call.own_order
 
 
 def is_free(option: Option, operands: Sequence[Value], axis: int) -> bool:
@@ -112,6 +129,11 @@ def is_free(option: Option, operands: Sequence[Value], axis: int) -> bool:
         and not isinstance(placement, Partial)
         for value, placement in zip(operands, option.operands, strict=True)
     )
+
+
+def _has_both(axis: Axis) -> bool:
+    """Whether ranks along an axis have other tokens, and other experts."""
+    return {AxisRole.BATCH, AxisRole.EXPERTS} <= {*axis.roles} and axis.size > 1
 
 
 def _own_rows_along(axis: Axis) -> tuple[type[OwnRows], ...]:

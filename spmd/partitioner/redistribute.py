@@ -20,7 +20,7 @@ from passes import Axis, AxisRole, Collective, Kind, Mesh, Role
 from passes.ir.collectives import WAIT, c10d
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, Mirrored, OwnRows, all_shapes, chunk, local_shape, splits
+from ..placements import Interleaved, Mirrored, OwnOrder, OwnRows, all_shapes, chunk, local_shape, splits
 from .experts.own_rows import Own
 from .redistribution_steps import steps
 
@@ -142,11 +142,12 @@ class Redistribution:
         raise AssertionError(f"no step from {current[index]} to {goal}")
 
     def _cut(self, current: Placements, index: int, dim: int) -> _Cut:
-        """The cut of ``dim`` by the axis at ``index``, after the axes before it."""
+        """The cut of ``dim`` by the axis at ``index``, after the axes before it, and those that cut its runs."""
         size, ranks = self.shape[dim], self.mesh.axes[index].size
-        for placement, axis in zip(current[:index], self.mesh.axes, strict=False):
-            if splits(placement, dim):
-                size = chunk(size, axis.size, axis.coordinate)[1]
+        for k, (placement, axis) in enumerate(zip(current, self.mesh.axes, strict=True)):
+            if k != index and (splits(placement, dim) or placement == OwnOrder(dim)):
+                is_outer = k < index and isinstance(placement, Shard)
+                size = chunk(size, axis.size, axis.coordinate)[1] if is_outer else size // axis.size
                 ranks *= axis.size
         return _Cut(dim, size, self.shape[dim] % ranks == 0, _with(current, index, Replicate()))
 

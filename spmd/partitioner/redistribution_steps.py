@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Axis, AxisRole, Kind, Mesh
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, OwnRows, local_shape, splits
+from ..placements import Interleaved, OwnOrder, OwnRows, local_shape, splits
 
 # Reading and writing a byte here counts as this share of sending it: without communication, the least work is chosen.
 _LOCAL = 1e-3
@@ -27,7 +27,7 @@ def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[
     axis moves rows any more, and put back first, as a sum of one summand a rank.
     """
     current, goals = _on_many_ranks(source, mesh), _on_many_ranks(target, mesh)
-    axes = range(len(current))
+    axes, runs = range(len(current)), _name_runs(current, goals, mesh)
     own = [k for k in axes if _moves_own_rows(current, goals, k)]
     for index in reversed(own):
         if isinstance(current[index], OwnRows):
@@ -43,7 +43,7 @@ def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[
     sums.sort(key=lambda k: (k not in in_time, k not in leave_parts, k if k in leave_parts else -k))
     split = [k for k in reversed(axes) if isinstance(current[k], Shard)]
     for index in [*whole, *sums, *split, *axes]:
-        goal = goals[index] if _keeps_order(current, goals, index) else Replicate()
+        goal = goals[index] if _keeps_order(current, goals, index, runs) else Replicate()
         if goal != current[index]:
             yield tuple(current), index, goal
             current[index] = goal
@@ -55,6 +55,8 @@ def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[
 def _moves_own_rows(current: Sequence[Placement], goals: Sequence[Placement], index: int) -> bool:
     """Whether an axis takes or puts back own rows: it changes, or another axis that divides the same dim does."""
     held = [p for p in (current[index], goals[index]) if isinstance(p, OwnRows)]
+    if current[index] == goals[index] and isinstance(current[index], OwnOrder):  # other axes divide what it leaves
+        return False
     others = [k for k in range(len(current)) if k != index and current[k] != goals[k]]
     divided = [p.dim for k in others for p in (current[k], goals[k]) if isinstance(p, (Shard, OwnRows))]
     return bool(held) and (current[index] != goals[index] or any(p.dim in divided for p in held))
@@ -65,14 +67,33 @@ def _on_many_ranks(placements: Placements, mesh: Mesh) -> list[Placement]:
     return [Replicate() if axis.size == 1 else p for p, axis in zip(placements, mesh.axes, strict=True)]
 
 
-def _keeps_order(current: Sequence[Placement], goals: Sequence[Placement], index: int) -> bool:
+def _name_runs(current: list[Placement], goals: list[Placement], mesh: Mesh) -> set[int]:
+    """Name a cut inside of an outer axis's part by the runs that it is of the whole, where that axis alone moves.
+
+    So parts of parts are gathered, or scattered, along the outer axis, and stay on the ranks of the inner one. Returns
+    the inner axes.
+    """
+    found = set()
+    for outer, axis in enumerate(mesh.axes):
+        for inner in range(outer + 1, len(current)):
+            for ends, others in ((current, goals), (goals, current)):
+                cut, runs = ends[outer], others[inner]
+                if not isinstance(cut, Shard) or not ends[inner] == cut != others[outer]:
+                    continue
+                if type(cut) is Shard and runs == Interleaved(cut.dim, axis.size):
+                    ends[inner] = runs
+                    found.add(inner)
+    return found
+
+
+def _keeps_order(current: Sequence[Placement], goals: Sequence[Placement], index: int, runs: Collection[int]) -> bool:
     """Whether the axis at ``index`` can take its goal now: cut inside what outer axes leave, and outside inner ones."""
     goal = goals[index]
-    if not isinstance(goal, Shard):
+    if not isinstance(goal, Shard) or index in runs:
         return True
     outer = [k for k in range(index) if splits(current[k], goal.dim) or splits(goals[k], goal.dim)]
     outer_done = all(current[k] == goals[k] for k in outer)
-    inner_cuts = any(splits(placement, goal.dim) for placement in current[index + 1 :])
+    inner_cuts = any(splits(p, goal.dim) for k, p in enumerate(current) if k > index and k not in runs)
     return outer_done and (goal == current[index] or not inner_cuts)
 
 

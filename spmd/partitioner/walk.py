@@ -12,18 +12,21 @@ from operator import getitem
 from typing import Any, Protocol
 
 from torch import fx
+from torch.distributed.tensor import Partial, Replicate
 
 from passes import Input, Output, PartitionError, Phase, Role
 from passes.ir.program import Placements, output_values
 
 from .._torch import OpOverload
 from ..capture.constraint import CONSTRAIN
+from ..placements import OwnOrder
 from ..rules import decomposition_of, rule_of
 from . import reasons
 from .assignment import Assignment, Choice, Move, MoveKind
 from .calls import Calls
 from .diagnostics import Diagnostics
 from .emit_op import OpEmitter
+from .experts.own_order import splits_tokens
 from .materialize import Materializer
 from .parameters import Parameters
 from .redistribute import Reason
@@ -86,10 +89,13 @@ class Walk:
         return replace(declared, placement=placement)
 
     def _whole(self, name: str) -> Any:
-        """What holds a node whole, which says whose rows are whose."""
+        """What holds a node that says whose rows are whose: whole, or of the rows that ranks sort by themselves."""
         (node,) = (node for node in self.context.routes.groups if node.name == name)
         reason = Reason(value="numbers of experts", use="to send rows to them")
-        return self.materializer.materialize(self.values[node], self.context.replicated, reason)
+        value, kept = self.values[node], Partial if node in self.context.routes.own else OwnOrder
+        placed = zip(self.context.mesh.axes, value.primary, strict=True)
+        placement = tuple(p if splits_tokens(axis) and isinstance(p, kept) else Replicate() for axis, p in placed)
+        return self.materializer.materialize(value, placement, reason)
 
     def _cut_arguments(self) -> None:
         """Hold each argument that the plan cuts as this rank's part only, from here on."""

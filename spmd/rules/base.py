@@ -78,7 +78,8 @@ class OpCall:
     that is no tensor or is absent); ``size`` is the number of ranks along the axis; ``interleaved`` lists for each
     operand the splits in runs of rows in which it is available; ``of_parts`` says whether axes before split some of the
     tensors, so that positions in these are not those in the whole. ``owned`` lists for each operand the own rows in
-    which it is available; ``hinted`` are those that the first result should have.
+    which it is available; ``hinted`` are those that the first result should have. ``own_order``: how it is computed
+    along axes that split tokens, with rows that each rank sorts by itself.
     """
 
     target: OpOverload
@@ -91,6 +92,7 @@ class OpCall:
     of_parts: bool = False
     owned: tuple[tuple[OwnRows, ...], ...] = ()
     hinted: OwnRows | None = None
+    own_order: Option | None = None
 
     def arg(self, name: str, default: Any = None) -> Any:
         """The argument called ``name`` in the op's schema, given by position, by name or by the schema's default."""

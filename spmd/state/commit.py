@@ -6,12 +6,16 @@ write while another may still fail to compute its gradients.
 
 from __future__ import annotations
 
+import math
+
 from passes.runtime.host_memory import begin_reads, begin_writes
 from passes.runtime.rooms import RoomExceededError, most_rows
 
 from ..ranks.connection import Connection
 from ..ranks.consensus import standing_of
 from ..ranks.failures import StateIs
+
+_PARTS = 1 << 20  # ranks exchange integers
 
 
 class Commit:
@@ -39,7 +43,12 @@ class Commit:
 
     def check_rooms(self) -> None:
         """Raise ``RoomExceededError``, on all ranks, where the call has had more rows than there is room for."""
-        if self.state is StateIs.BEFORE and (times := most_rows()) > 1:
+        if self.state is not StateIs.BEFORE or (times := most_rows()) is None:
+            return
+        if self._connection is not None:  # ranks that sort rows by themselves know of their own alone
+            most = self._connection.all_reduce_max((math.ceil(times * _PARTS), 0, 0), "the rows of experts")
+            times = most[0] / _PARTS
+        if times > 1:
             raise RoomExceededError(times)
 
     def __call__(self) -> None:

@@ -200,7 +200,7 @@ class Verification:
             most_rows()
             copies = [[x.clone() if isinstance(x, Tensor) else x for x in given] for given in inputs]
             run_programs([rank.program for rank in self.ranks], copies)
-            if (times := most_rows()) <= 1:
+            if (times := most_rows() or 0) <= 1:
                 break
             self.first.outgrow(times)
             inputs = [rank.prepare() for rank in self.ranks]

@@ -19,7 +19,7 @@ from passes import Axis, Mesh
 from passes.ir.program import Placements
 from passes.runtime.rooms import within
 
-from ...placements import ByGroup, Dealt, OwnRows, chunk
+from ...placements import ByGroup, Dealt, OwnOrder, OwnRows, chunk, nested
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
@@ -80,7 +80,7 @@ class OwnRowsOf:
         """Where groups end in a rank's own rows by ``placement``, for ``ends`` in the whole."""
         room = None
         for index, rows in enumerate(placement):
-            if isinstance(rows, OwnRows) and rows.dim == dim:
+            if isinstance(rows, (ByGroup, Dealt)) and rows.dim == dim:  # of its own order a rank has the ends already
                 ends = self._ends(rows, index, ends)
                 room = self._room(rows, index, placement) if isinstance(rows, ByGroup) else None
                 if room is not None:  # a kernel would read behind it, before anybody knows that there are more
@@ -112,7 +112,7 @@ class OwnRowsOf:
         numbers = self._numbers_of(*of)
         length = numbers.meta["val"].shape[0]
         for index, rows in enumerate(placement):
-            if not isinstance(rows, OwnRows):
+            if not isinstance(rows, (ByGroup, Dealt)):
                 continue
             axis = self.mesh.axes[index]
             emit, own = self._emit(rows, axis, numbers), self(rows, index, placement, length, numbers)
@@ -135,13 +135,12 @@ class OwnRowsOf:
     def only(self, placement: Placements, size: int, tensor: fx.Node) -> fx.Node:
         """``tensor`` with zeros behind its own rows; ``size``: of that dim, in the whole."""
         found, emit = None, None
-        for index, rows in enumerate(placement):
+        for rows, axis in nested(placement, self.mesh.axes):
+            if isinstance(rows, (ByGroup, Dealt)):
+                index = self.mesh.axes.index(axis)
+                found, emit = self(rows, index, placement, size, tensor), self._emit(rows, axis, tensor)
             if isinstance(rows, OwnRows):
-                found, emit = (
-                    self(rows, index, placement, size, tensor),
-                    self._emit(rows, self.mesh.axes[index], tensor),
-                )
-                size = rows.length(size, self.mesh.axes[index].size)
+                size = rows.length(size, axis.size)
         return tensor if found is None or emit is None else found.only(emit, tensor)
 
     def _emit(self, rows: OwnRows, axis: Axis, like: fx.Node) -> Emit:
@@ -154,6 +153,7 @@ class OwnRowsOf:
         return emit
 
     def _made(self, rows: OwnRows, index: int, dealt: Sequence[int], size: int, like: fx.Node) -> Own:
+        assert not isinstance(rows, OwnOrder), "no op reads rows in another order (own_order.py)"
         if not isinstance(rows, ByGroup):
             return self._dealt(rows, index, size, like)
         assert self.source is not None, "a program has its nodes"
@@ -232,7 +232,7 @@ class OwnRowsOf:
 
 def _dealt(rows: OwnRows, before: Placements) -> tuple[int, ...]:
     """The axes before that of ``rows`` along which its dim is divided, too."""
-    return tuple(k for k, p in enumerate(before) if isinstance(p, OwnRows) and p.dim == rows.dim)
+    return tuple(k for k, p in enumerate(before) if isinstance(p, Dealt) and p.dim == rows.dim)
 
 
 def _count(emit: Emit, length: int, like: fx.Node) -> fx.Node:

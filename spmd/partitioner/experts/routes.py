@@ -10,21 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import AxisRole, Mesh, PartitionError, Program
+from passes import Axis, AxisRole, Mesh, PartitionError, Program
 from passes.ir.program import Placements
 from passes.ir.schemas import name_of
 
-from ...placements import ByGroup, Dealt
-from ...rules import OpCall, rule_of
-from ..values import infos, leaves, results
+from ...placements import ByGroup, Dealt, OwnOrder
+from ...rules import Option, rule_of
+from ..values import leaves
+from .own_order import own_orders, splits_tokens
+from .products import PRODUCTS, call_of, ends_of, rows_of
 
-_PRODUCTS = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
 _LOOKUPS = {"index", "index_put"}
 _PUT_BACK = {"index", "index_add", "index_put", "index_select", "scatter_add"}
 _SAME = {"detach", "alias", "_to_copy", "clone", "view", "transpose", "permute", "t"}
@@ -35,29 +37,34 @@ class Routes:
     """The routes of a program. ``groups``: by the node that says whose rows are whose; ``hints``: by node.
 
     ``returns``: the placements of what rows are put back into, that of tokens.
-    ``order``: the nodes, those that ``groups`` need before those that have hints.
+    ``order``: the nodes, those that ``groups`` need before those that have hints. ``own``: how nodes compute with rows
+    that each rank sorts by itself, along the axes that split tokens.
     """
 
     order: Sequence[fx.Node]
     groups: Mapping[fx.Node, ByGroup] = field(default_factory=dict)
     hints: Mapping[fx.Node, Placements] = field(default_factory=dict)
     returns: Mapping[fx.Node, Placements] = field(default_factory=dict)
+    own: Mapping[fx.Node, Option] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, experts: frozenset[str]) -> Routes:
         """The routes to ``experts``, the parameters that are split by expert."""
         order = list(program.graph.nodes)
+        sorted_apart = own_orders(order, program.mesh)
         if not experts:
-            return cls(order)
+            return cls(order, own=sorted_apart)
         counts = {
             node: declared.shape[0]
             for node, declared in zip(program.placeholders, program.inputs, strict=True)
             if declared.name in experts
         }
         groups, rows = dict[fx.Node, ByGroup](), dict[fx.Node, ByGroup]()
+        parts = prod(axis.size for axis in program.mesh.axes if splits_tokens(axis))
         for node in order:
-            for of, own, operands in _routed(node, counts, groups, program.room):
-                _check_whole_batch(node, own, program.mesh)
+            for of, own, operands in _routed(node, counts, groups, program.room, parts if node in sorted_apart else 1):
+                if node not in sorted_apart:
+                    _check_whole_batch(node, own, program.mesh)
                 groups.setdefault(of, own)
                 rows |= {operand: own.along(dim) for operand, dim in operands}
         hints = dict[fx.Node, ByGroup]()
@@ -67,34 +74,32 @@ class Routes:
         position = {node.name: k for k, node in enumerate(order)}
         known = {node: own for node, own in hints.items() if position[own.of] < position[node.name]}
         returns = dict.fromkeys(_put_back(order, rows | hints), _of_tokens(program.mesh))
-        return cls(order, groups, {node: _placement(own, program.mesh) for node, own in known.items()}, returns)
+        placed = {node: _placement(own, program.mesh, sorted_apart.get(node)) for node, own in known.items()}
+        return cls(order, groups, placed, returns, sorted_apart)
 
 
 Routed = tuple[fx.Node, ByGroup, list[tuple[fx.Node, int]]]
 
 
 def _routed(
-    node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Node, ByGroup], room: float | None
+    node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Node, ByGroup], room: float | None, parts: int
 ) -> Iterator[Routed]:
-    """The node that says whose rows ``node`` reads, and those rows with their dims."""
+    """The node that says whose rows ``node`` reads, and those rows with their dims; of ``parts``, each sorted apart."""
     name = name_of(node.target) if node.op == "call_function" else ""
-    if name in _PRODUCTS:
-        first, second, ends, *others = (arg for arg in node.args if isinstance(arg, fx.Node))
-        count = next((counts[base] for base in map(_base, (first, second)) if base in counts), None)
+    if name in PRODUCTS:
+        ends, rows = ends_of(node), rows_of(node)
+        count = next((counts[base] for base in map(_base, node.args[:2]) if base in counts), None)
         known = groups.get(ends)
         if known is None and count != ends.meta["val"].shape[0]:  # weights seen as other groups are no experts
             return
-        ragged = {(2, 3): [(first, 0)], (3, 2): [(second, 1)], (2, 2): [(first, 1), (second, 0)]}
-        dims = first.meta["val"].ndim, second.meta["val"].ndim
-        rows = ragged[dims] + [(each, 0) for each in others]
-        size = rows[0][0].meta["val"].shape[rows[0][1]]
+        size = rows[0][0].meta["val"].shape[rows[0][1]] // parts
         yield ends, known or ByGroup(0, ends.name, count or 0, ends=True, rows=size, room=room), rows
     elif name in _LOOKUPS:
         indices = node.args[1]
         assert isinstance(indices, (list, tuple))
         whose, count = indices[0], counts.get(_base(node.args[0]))
         if count is not None and isinstance(whose, fx.Node) and whose.meta["val"].ndim == 1 and len(indices) == 1:
-            own = ByGroup(0, whose.name, count, ends=False, rows=len(whose.meta["val"]))
+            own = ByGroup(0, whose.name, count, ends=False, rows=len(whose.meta["val"]) // parts)
             yield whose, own, [(node, 0)]
 
 
@@ -123,24 +128,12 @@ def _hint(node: fx.Node, own: ByGroup, hints: dict[fx.Node, ByGroup], mesh: Mesh
     rule = rule_of(node.target)
     operands = [leaf for leaf in leaves(node) if isinstance(leaf.meta.get("val"), torch.Tensor)]
     (axis, *_) = (mesh.axes[k] for k in mesh.axes_with(AxisRole.EXPERTS))
-    for option in rule(_call(node, axis.size)) if rule is not None else []:
+    for option in rule(call_of(node, axis.size)) if rule is not None else []:
         if option.results[0] == Shard(own.dim) and option.local is None:
             for operand, placement in zip(operands, option.operands, strict=True):
                 if type(placement) is Shard and operand.meta["val"].is_floating_point():
                     _hint(operand, own.along(placement.dim), hints, mesh)
             return
-
-
-def _call(node: fx.Node, ranks: int) -> OpCall:
-    """The call of a node on global shapes."""
-
-    def info(operand: fx.Node) -> Any:
-        return next(iter(infos([operand.meta.get("val")])), None) or operand.meta.get("val")
-
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), info)
-    operands = tuple(i for leaf in leaves(node) for i in infos([leaf.meta.get("val")]) if i is not None)
-    target: Any = node.target
-    return OpCall(target, args, kwargs, operands, infos(results(node.meta["val"])), ranks)
 
 
 def _needed_first(order: Sequence[fx.Node], hints: Mapping[fx.Node, ByGroup]) -> list[fx.Node]:
@@ -198,13 +191,15 @@ def _of_tokens(mesh: Mesh) -> Placements:
     return tuple(Shard(0) if split else Replicate() for split in splits)
 
 
-def _placement(own: ByGroup, mesh: Mesh) -> Placements:
-    """Own rows over the axis of experts; over axes that split tokens, rows are dealt out, so that all have as many."""
+def _placement(own: ByGroup, mesh: Mesh, sorted_apart: Option | None) -> Placements:
+    """Own rows over the axis of experts; over axes that split tokens, those of a rank, or dealt out evenly."""
 
-    def along(roles: tuple[AxisRole, ...]) -> Any:
-        if AxisRole.EXPERTS in roles:
+    def along(axis: Axis) -> Any:
+        if AxisRole.EXPERTS in axis.roles:
             return own
-        deals = {AxisRole.BATCH, AxisRole.SEQUENCE} & set(roles) and AxisRole.MICRO_BATCHES not in roles
+        if sorted_apart is not None and splits_tokens(axis):
+            return OwnOrder(own.dim)
+        deals = {AxisRole.BATCH, AxisRole.SEQUENCE} & set(axis.roles) and AxisRole.MICRO_BATCHES not in axis.roles
         return Dealt(own.dim) if deals else Replicate()
 
-    return tuple(along(axis.roles) if axis.size > 1 else Replicate() for axis in mesh.axes)
+    return tuple(along(axis) if axis.size > 1 else Replicate() for axis in mesh.axes)

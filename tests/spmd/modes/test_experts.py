@@ -470,7 +470,6 @@ class Plain(nn.Module):
     (Plain, {}, PlacementError, "no parameter is read by a grouped or batched matrix product: name those"),
     (Gathers, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .24, 10"),
     (Halves, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .8, 6, 5"),
-    (Mixture, {"micro_batches": 2}, PartitionError, "needs rows of all micro-batches at once: .* Keep the batch whole"),
     (LooksUp, {"micro_batches": 2}, PartitionError, "micro_batches=1 where the weights .* looked up, .*experts.py:"),
     (Mixture, {"axes": {"batch": ("dp", "ep"), "experts": "dp"}}, PlacementError, "the axis of experts, dp, to stand"),
     (Mixture, {"axes": {"batch": "dp", "experts": ("dp", "ep")}}, PlacementError, "expected one axis with the role"),

@@ -1,0 +1,39 @@
+"""Grouped products: which of their operands have rows sorted by expert, and which says where each expert's rows end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from ...rules import OpCall
+from ..values import infos, leaves, results
+
+PRODUCTS = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
+# By the numbers of dims of the two factors: the dim of each that has rows.
+_RAGGED: dict[tuple[int, int], list[int | None]] = {(2, 3): [0], (3, 2): [None, 1], (2, 2): [1, 0]}
+
+
+def ends_of(product: fx.Node) -> fx.Node:
+    """The node that holds where the rows of each expert end."""
+    return [arg for arg in product.args if isinstance(arg, fx.Node)][2]
+
+
+def rows_of(product: fx.Node) -> list[tuple[fx.Node, int]]:
+    """The operands that have rows of experts, and the dim of these."""
+    first, second, _, *others = (arg for arg in product.args if isinstance(arg, fx.Node))
+    dims = _RAGGED[first.meta["val"].ndim, second.meta["val"].ndim]
+    ragged = [(each, dim) for each, dim in zip((first, second), dims, strict=False) if dim is not None]
+    return ragged + [(each, 0) for each in others]
+
+
+def call_of(node: fx.Node, ranks: int) -> OpCall:
+    """The call of a node on global shapes."""
+
+    def info(operand: fx.Node) -> Any:
+        return next(iter(infos([operand.meta.get("val")])), None) or operand.meta.get("val")
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), info)
+    operands = tuple(i for leaf in leaves(node) for i in infos([leaf.meta.get("val")]) if i is not None)
+    target: Any = node.target
+    return OpCall(target, args, kwargs, operands, infos(results(node.meta["val"])), ranks)
