@@ -208,6 +208,8 @@ class _Walk:
     def __init__(self, bundle: Bundle, call: str, needed: list[dict[str, int]]) -> None:
         self.bundle, self.call = bundle, call
         self.ranks = [_Walker(self, k, each) for k, each in enumerate(needed)]
+        # A program may run many times: what ranks can be seen to do in it is found once.
+        self.events = {role: list(filter(_is_event, each.graph.nodes)) for role, each in bundle.programs.items()}
         self.ends: dict[tuple[int, int, str, Kind], list[_Started]] = defaultdict(list)  # from, to, line, which end
         self.collectives: dict[int, list[_Started]] = defaultdict(list)  # by coordinate
         self.lines: dict[tuple[int, int], deque[_Started]] = defaultdict(deque)  # by rank and peer, those not over
@@ -309,7 +311,7 @@ class _Walker:
                 node: taken.get(declared.name)
                 for node, declared in zip(program.placeholders, program.inputs, strict=True)
             }
-            for node in program.graph.nodes:
+            for node in self.walk.events[role]:
                 if is_message(node) or (is_collective(node) and self._crosses(program, node)):
                     started[node] = self.walk.start(self, role, node)
                 elif node.target is operator.getitem:
@@ -337,6 +339,10 @@ class _Walker:
         if along.name.partition("/")[0] == self.walk.bundle.axis and along in program.mesh.subgroups:
             raise PassError(f"{node} communicates over {along.name}: in a bundle, only over the whole of {self.axis}")
         return along.name == self.walk.bundle.axis
+
+
+def _is_event(node: fx.Node) -> bool:
+    return is_collective(node) or is_wait(node) or node.target is operator.getitem
 
 
 def _carried(node: fx.Node) -> tuple[Any, ...]:

@@ -30,6 +30,14 @@ def add_apart(local: Program, placed: Placed) -> bool:
     return bool(apart)
 
 
+def add_at_once(placed: Placed) -> None:
+    """Let each sum grow as soon as its next term is there, so that a backward keeps one gradient, not all."""
+    for grown in placed.grown:
+        term = grown.args[1] if grown.target is aten.add.Tensor else None
+        if isinstance(term, fx.Node) and term.op == "call_function":
+            term.append(grown)
+
+
 def _terms_by_rank(grown: fx.Node, placed: Placed) -> list[list[fx.Node]]:
     """The terms of the sum that grows, by the rank that computes them; one of no stage goes with the first."""
     groups: dict[int, list[fx.Node]] = {}

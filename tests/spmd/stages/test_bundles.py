@@ -104,6 +104,16 @@ def test_a_send_ends_once_it_is_known_to_have_arrived(bundle: Bundle) -> None:
     assert alone == [["forward.0", "forward.0.sent"], ["forward.1"]]
 
 
+def test_a_backward_lets_go_of_a_gradient_before_the_next() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO | {"stages": ["4"]}))
+        compiled(*arguments())
+    assert compiled.program is not None
+    names = [str(node.target) for node in compiled.program.stages.programs["backward.0"].graph.nodes]
+    assert names.index("aten.add_.Tensor") < max(k for k, name in enumerate(names) if name.startswith("aten.mm"))
+
+
 def test_a_tied_weight_is_sent_once_a_call() -> None:
     """The first stage reads it twice, and the last once: each sums up its own part of the gradient."""
     model, batch = EncoderDecoder().double(), [torch.randint(TOKENS, (8, 5)) for _ in range(2)]
