@@ -249,7 +249,8 @@ class Training(Case):
         if self.kind in HUGGING_FACE:
             from tests.models.catalog import ENTRIES
 
-            return (next(each for each in ENTRIES if each.name == self.kind).batch(draw),)
+            batch = next(each for each in ENTRIES if each.name == self.kind).batch(draw)
+            return ({name: torch.cat([value, value])[:8] for name, value in batch.items()},)  # two for each micro-batch
         x, y = (torch.randint(TOKENS, (rows, self.lengths[step % len(self.lengths)]), generator=draw) for _ in range(2))
         y[1 + rank : rows // 2] = 0  # tokens that do not count, unequally many in each micro-batch and part
         return x, y
