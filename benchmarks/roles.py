@@ -10,6 +10,7 @@ speedup of that, for twice the work, is the most that two ranks can have on this
 sequences    a GPT of 256 x 4, causal, 2 x 2,048 tokens: attention by gathered keys, a ring, heads; without balance
 experts      a Mixtral of 256 x 4 from transformers, 8 experts, top 2, 8 x 128 tokens; and torch's FSDP2, per layer
 stages       a GPT of 256 x 8, 8 micro-batches of 1 x 128 tokens, 1f1b and gpipe; and torch's Schedule1F1B, same cut
+             (its peak is counted in its first step, without parameters and optimizer, as ours is planned)
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import statistics
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -38,6 +41,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import spmd
 from examples.gpt import GPT, Config
@@ -201,7 +206,7 @@ def steps_of(
             found[name] = fsdp(build(), mesh["x"], reshard, *mine), lambda: 0
     if has_stages:
         torch.manual_seed(0)
-        found["torch, Schedule1F1B"] = schedule_1f1b(build(), rank, x, y), lambda: 0
+        found["torch, Schedule1F1B"] = schedule_1f1b(build(), rank, x, y)
     return found
 
 
@@ -238,7 +243,7 @@ def fsdp(model: Any, mesh: DeviceMesh, reshard: bool, x: Tensor, y: Tensor) -> S
     return step
 
 
-def schedule_1f1b(model: Any, rank: int, x: Tensor, y: Tensor) -> Step:
+def schedule_1f1b(model: Any, rank: int, x: Tensor, y: Tensor) -> tuple[Step, Callable[[], int]]:
     """The same cut by hand, by torch's own pipeline; the optimizer outside, as it has it."""
 
     def first(tokens: Tensor) -> Tensor:
@@ -256,16 +261,45 @@ def schedule_1f1b(model: Any, rank: int, x: Tensor, y: Tensor) -> Step:
     part = part or _Part(second, [*model.blocks[4:], model.norm, model.head])
     stage = PipelineStage(part, rank, RANKS, torch.device("cpu"))
     schedule = Schedule1F1B(stage, 8, loss_fn=lambda out, goal: F.cross_entropy(out.flatten(0, 1), goal.flatten()))
-    optimizer = AdamW(part.parameters(), fused=True)
+    optimizer, live = AdamW(part.parameters(), fused=True), _Live()
 
     def step() -> float | None:
         losses: list[Tensor] = []
-        schedule.step(x) if rank == 0 else schedule.step(target=y, losses=losses)
+        with nullcontext() if live.peak else live:  # in the first step, which makes the buffers of messages, too
+            schedule.step(x) if rank == 0 else schedule.step(target=y, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
         return None if rank == 0 else torch.stack(losses).mean().item()
 
-    return step
+    return step, lambda: live.peak
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of what ops make, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in known | self.known:
+                self._count(each.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        pointer, size = storage.data_ptr(), storage.nbytes()
+        self.known.add(pointer)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, pointer, size)
+
+    def _free(self, pointer: int, size: int) -> None:
+        self.known.discard(pointer)
+        self.now -= size
 
 
 class _Part(nn.Module):

@@ -2,8 +2,8 @@
 
 A call is walked as ranks would run it. A message is done once both of its ends have started, a collective once all
 ranks have, and a wait blocks until then: gloo and NCCL may be quicker, never slower. Between two ranks the first send
-meets the first recv, the second the second. NCCL also runs what two ranks send to and receive from each other in one
-line, so that there each message waits for those before it on both sides.
+meets the first recv, the second the second: on gloo of each channel by itself. NCCL also runs what two ranks send to
+and receive from each other in one line, so that there each message waits for those before it on both sides.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from ..errors import PassError
+from ..runtime.message_collectives import tag_of
 from .bundle import Bundle, Channel, Ends, InFlight, messages_of, read_from, written_to
 from .check import check
 from .collectives import (
@@ -28,6 +29,7 @@ from .collectives import (
     is_message,
     is_wait,
     kind_of,
+    line_of,
     moved,
     peer_of,
     reduction_of,
@@ -44,6 +46,7 @@ def check_bundle(bundle: Bundle) -> None:
     _orders_fit(bundle)
     for channel in bundle.channels:
         _channel_fits(bundle, channel)
+    _tags_differ(bundle)
     for role in bundle.programs:
         _messages_fit(bundle, role)
     _reach_all_calls(bundle)
@@ -96,6 +99,14 @@ def _type_text(end: Ends | None) -> str:
         return "nothing"
     channel = Channel("", end.shape, end.dtype, end.placement, (), ())
     return channel.type + (", sent" if end.sent else "")
+
+
+def _tags_differ(bundle: Bundle) -> None:
+    names: dict[int, str] = {}
+    for channel in bundle.channels:
+        other = names.setdefault(tag_of(channel.name), channel.name) if channel.sent else channel.name
+        if other != channel.name:
+            raise PassError(f"messages of channels {other} and {channel.name} have one tag: rename one of them")
 
 
 def _messages_fit(bundle: Bundle, role: str) -> None:
@@ -197,7 +208,9 @@ class _Walk:
     def __init__(self, bundle: Bundle, call: str, needed: list[dict[str, int]]) -> None:
         self.bundle, self.call = bundle, call
         self.ranks = [_Walker(self, k, each) for k, each in enumerate(needed)]
-        self.ends: dict[tuple[int, int, Kind], list[_Started]] = defaultdict(list)  # from, to, which end
+        # A program may run many times: what ranks can be seen to do in it is found once.
+        self.events = {role: list(filter(_is_event, each.graph.nodes)) for role, each in bundle.programs.items()}
+        self.ends: dict[tuple[int, int, str, Kind], list[_Started]] = defaultdict(list)  # from, to, line, which end
         self.collectives: dict[int, list[_Started]] = defaultdict(list)  # by coordinate
         self.lines: dict[tuple[int, int], deque[_Started]] = defaultdict(deque)  # by rank and peer, those not over
 
@@ -221,12 +234,13 @@ class _Walk:
         if not is_message(node):
             return self._start_collective(_Started(rank, role, node, len(self.ranks) - 1))
         kind, peer, started = kind_of(node), peer_of(node), _Started(rank, role, node)
-        ends = (rank.coordinate, peer) if kind is Kind.SEND else (peer, rank.coordinate)
+        axis = self.bundle.axis_of(role)
+        line = line_of(node, axis.backend if axis else "")
+        ends = (rank.coordinate, peer, line) if kind is Kind.SEND else (peer, rank.coordinate, line)
         mine, theirs = (self.ends[(*ends, each)] for each in (kind, Kind.RECV if kind is Kind.SEND else Kind.SEND))
         mine.append(started)
         if len(theirs) >= len(mine):
             self._pair(started, theirs[len(mine) - 1])
-        axis = self.bundle.axis_of(role)
         if axis is not None and axis.backend == "nccl":
             started.in_line = True
             self.lines[rank.coordinate, peer].append(started)
@@ -297,7 +311,7 @@ class _Walker:
                 node: taken.get(declared.name)
                 for node, declared in zip(program.placeholders, program.inputs, strict=True)
             }
-            for node in program.graph.nodes:
+            for node in self.walk.events[role]:
                 if is_message(node) or (is_collective(node) and self._crosses(program, node)):
                     started[node] = self.walk.start(self, role, node)
                 elif node.target is operator.getitem:
@@ -325,6 +339,10 @@ class _Walker:
         if along.name.partition("/")[0] == self.walk.bundle.axis and along in program.mesh.subgroups:
             raise PassError(f"{node} communicates over {along.name}: in a bundle, only over the whole of {self.axis}")
         return along.name == self.walk.bundle.axis
+
+
+def _is_event(node: fx.Node) -> bool:
+    return is_collective(node) or is_wait(node) or node.target is operator.getitem
 
 
 def _carried(node: fx.Node) -> tuple[Any, ...]:

@@ -120,6 +120,11 @@ def channel_of(node: fx.Node) -> str:
     return str(argument(node, "channel"))
 
 
+def line_of(node: fx.Node, backend: str) -> str:
+    """The messages between two ranks among which a message has its place: those of its channel, on NCCL all."""
+    return "" if backend == "nccl" else channel_of(node)
+
+
 def kind_of(node: fx.Node) -> Kind:
     """The kind of a collective node, by its op; what it means may be another (``meta["collective"].kind``)."""
     return _KINDS[node.target]

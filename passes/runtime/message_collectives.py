@@ -9,8 +9,8 @@
   broadcasts its part, all at once. Where x is stored in its part of ``out`` already, it is not copied.
 - ``gather_by_sending(x, total, ranks, group)``: the same; each rank sends its part to each other.
 - ``send(x, peer, channel, group)``: x to the rank ``peer`` of the group; the result is an empty tensor to wait for.
-- ``recv(shape, dtype, device, peer, channel, group)``: what ``peer`` sends. Messages from one rank to another arrive in
-  the order in which they are sent; ``channel`` names what they carry, for checks and dumps (``ir/bundle.py``).
+- ``recv(shape, dtype, device, peer, channel, group)``: what ``peer`` sends. Messages of one ``channel``
+  arrive in the order in which they are sent; on NCCL, which knows no channels, all from one rank to another.
 
 ``OUT_VARIANTS`` has the out variant of these and of torch's functional collectives, which allocates nothing.
 """
@@ -18,6 +18,8 @@
 from __future__ import annotations
 
 import math
+import zlib
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +32,7 @@ from .collective_ops import REDUCE_OPS, as_bytes, bounds, define, ops
 from .gloo import is_gloo, register
 
 _TAG = 20_261  # of these point-to-point messages, so that they are not taken for those of the user
-_CHANNEL_TAG = 20_263  # of those that programs send and receive by themselves, past those of a collective
+_CHANNEL_TAGS = 1 << 30  # the first tag of those that programs send and receive by themselves, and how many there are
 
 
 def _exchange(x: Tensor, ranks: int, size: int, group_name: str, *, out: Tensor) -> Tensor:
@@ -79,10 +81,16 @@ def _gather_by_sending(x: Tensor, total: int, ranks: int, group_name: str, *, ou
     return out
 
 
+@cache
+def tag_of(channel: str) -> int:
+    """The tag by which gloo tells the messages of a channel from others: past those of collectives and of users."""
+    return _CHANNEL_TAGS + zlib.crc32(channel.encode()) % _CHANNEL_TAGS
+
+
 def _send(x: Tensor, peer: int, channel: str, group_name: str, *, out: Tensor) -> Tensor:
     if x.numel():
         group = group_named(group_name)
-        work = dist.isend(as_bytes(x.contiguous()), group_dst=peer, group=group, tag=_CHANNEL_TAG)
+        work = dist.isend(as_bytes(x.contiguous()), group_dst=peer, group=group, tag=tag_of(channel))
         register(out, work, group, in_slices=False)
     return out
 
@@ -99,7 +107,7 @@ def _recv(
 ) -> Tensor:
     if out.numel():
         group = group_named(group_name)
-        work = dist.irecv(as_bytes(out), group_src=peer, group=group, tag=_CHANNEL_TAG)
+        work = dist.irecv(as_bytes(out), group_src=peer, group=group, tag=tag_of(channel))
         register(out, work, group, in_slices=False)
     return out
 

@@ -17,7 +17,7 @@ from torch import fx
 from ..analysis.collective_algorithms import BUILT_IN, Table
 from ..errors import PassError
 from ..ir.bundle import Bundle, InFlight
-from ..ir.collectives import Kind, channel_of, is_collective, is_message, is_wait, kind_of, peer_of
+from ..ir.collectives import Kind, channel_of, is_collective, is_message, is_wait, kind_of, line_of, peer_of
 from ..ir.program import OutputKind
 from .node_costs import Cost, NodeCosts, Transfer, device_of
 from .rates import rates_of
@@ -88,7 +88,7 @@ def simulate_bundle(
     return BundleTimeline(timelines, tuple(each.idle for each in ranks), runs)
 
 
-_Mail = defaultdict[tuple[int, int], list[Flight]]  # by sender and receiver, what was sent
+_Mail = defaultdict[tuple[int, int, str], list[Flight]]  # by sender, receiver and line, what was sent
 
 
 class _BundleRank:
@@ -100,7 +100,7 @@ class _BundleRank:
         self.rank = Rank(any(costs[role].rates.is_asynchronous for role in self.order))
         self.idle, self.done = 0.0, 0
         self.begins, self.works = 0.0, False  # of the program that runs: when its first op does, and whether that has
-        self.expected, self.started = dict[fx.Node, int](), Counter[int]()  # recvs: the number of each, and by peer
+        self.expected, self.started = dict[fx.Node, int](), Counter[tuple[int, str]]()  # recvs: numbers, and by line
         self.ran = list[tuple[float, float, int]]()  # of each run: its start, its end, and the transfers until then
 
     def runs(self, timeline: Timeline) -> Iterator[Run]:
@@ -133,7 +133,7 @@ class _BundleRank:
                     self.rank.step(node, cost)
                     self.works |= cost.transfer is None and cost.launch + cost.compute > 0.0
                     if is_message(node):
-                        self.mail[self.coordinate, peer_of(node)].append(self.rank.started[node])
+                        self.mail[self.coordinate, peer_of(node), self._line(node)].append(self.rank.started[node])
                 self.done += 1
             values = zip(program.outputs, program.output_values(), strict=True)
             left = {output.name: value for output, value in values if output.kind is OutputKind.PENDING}
@@ -154,15 +154,20 @@ class _BundleRank:
             receiving[placeholder] = brought
 
     def _expect(self, recv: fx.Node, cost: Cost) -> None:
-        """Start a recv, which moves nothing until its message comes: those of a peer come in the order of recvs."""
+        """Start a recv, which moves nothing until its message comes: those of a line come in the order of recvs."""
         assert cost.transfer is not None, "a recv is a transfer"
         self.rank.step(recv, replace(cost, transfer=Transfer(cost.transfer.queue, 0.0)))
-        self.expected[recv] = self.started[peer_of(recv)]
-        self.started[peer_of(recv)] += 1
+        line = peer_of(recv), self._line(recv)
+        self.expected[recv] = self.started[line]
+        self.started[line] += 1
+
+    def _line(self, message: fx.Node) -> str:
+        axis = self.bundle.axis_of(self.order[0])
+        return line_of(message, axis.backend if axis else "")
 
     def _receive(self, wait: fx.Node, recv: fx.Node) -> Iterator[fx.Node]:
         """Wait until a message of the peer is through."""
-        mail = self.mail[peer_of(recv), self.coordinate]
+        mail = self.mail[peer_of(recv), self.coordinate, self._line(recv)]
         while len(mail) <= self.expected[recv]:
             yield wait
         sent, flight = mail[self.expected[recv]], self.rank.started[recv]

@@ -16,7 +16,7 @@ from ..communication.wait_late import WaitLate
 from ..ir.collectives import is_wait
 from ..ir.ops import Trait, has
 from ..ir.program import OutputKind, Program
-from ..ir.roles import Phase
+from ..ir.roles import Phase, Role
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class UpdateLast(Pass):
     So every gradient has come from every rank before anything is written. A new value that the step itself reads again,
     such as a gathered parameter, moves along with its readers. Without collectives there is nothing to wait for, and
     only what forward and backward write, such as running statistics, moves behind what they compute: no state is
-    written before the update. Memory: gradients live until the last one has come. The new order depends on the graph
-    alone.
+    written before the update. Accumulators, which are empty when a call begins, grow where they do. Memory: gradients
+    live until the last one has come. The new order depends on the graph alone.
     """
 
     after: ClassVar[tuple[type[Pass], ...]] = (WaitLate,)
@@ -71,7 +71,9 @@ def _updating(program: Program) -> set[fx.Node]:
 
     With them the nodes before, down to the old value: all of them may write to its memory.
     """
-    values = [value for value, kind in _outputs(program) if kind is OutputKind.UPDATE and isinstance(value, fx.Node)]
+    outputs = zip(program.output_values(), program.outputs, strict=True)
+    written = [value for value, o in outputs if o.kind is OutputKind.UPDATE and o.role is not Role.ACCUMULATOR]
+    values = [value for value in written if isinstance(value, fx.Node)]
     found = set[fx.Node]()
     for value in values:
         while value.target is operator.getitem or has(value.target, Trait.UNPACKS):

@@ -97,6 +97,7 @@ class _Placing:
         self.fixed = set(self.nodes) - varying
         self.free = set(self.nodes) - of_state - set(self.grown)
         self.run_each = ancestors(self.grown)
+        self.of_grown = descendants(self.nodes, set(self.grown))
 
     def _is_everywhere(self, node: fx.Node) -> bool:
         """Whether all stages have an input: arguments, numbers, and buffers that the step does not write."""
@@ -187,7 +188,7 @@ class _Placing:
             if len(readers) != 1:
                 break
             followed = readers[0]
-            if sum(each in self.grown for each in followed.all_input_nodes) > 1:
+            if sum(each in self.of_grown for each in followed.all_input_nodes) > 1:
                 break  # each stage that reads a tied weight adds up its own
         found = [n for n, declared in self.inputs.items() if declared.name == name and self._params.get(n)]
         return min(self._params[found[0]]) if found else None

@@ -57,7 +57,7 @@ def split_program(program: Program, placed: Placed, axis: int, found: Sequence[O
         if placed.count == placed.ranks:
             raise
         raise PartitionError(
-            f"{placed.count} stages on {placed.ranks} ranks cannot run this step, since values skip stages: {error}. "
+            f"{placed.count} stages on {placed.ranks} ranks cannot run this step: {error}. "
             'Take another schedule, such as "1f1b"'
         ) from None
     return bundle

@@ -17,7 +17,7 @@ from passes.schedule.node_costs import device_of
 from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan
 from ..placements import OnStage
-from .add_apart import add_apart
+from .add_apart import add_apart, add_at_once
 from .collect_rows import collect_rows
 from .cut_model import StageOf, balanced_starts, fits_state, stages_by_name, stages_by_state
 from .place_nodes import Placed, place_nodes
@@ -133,6 +133,7 @@ def _in_stages(program: Program, local: Program, pipeline: Pipeline, axis: int) 
     placed = place()
     while add_apart(local, placed):
         placed = place()
+    add_at_once(placed)
     _check_homes(program, placed, axis)
     inputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.inputs]
     outputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.outputs]

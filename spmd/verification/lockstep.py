@@ -31,6 +31,7 @@ from passes.ir.collectives import (
     is_shared,
     is_wait,
     kind_of,
+    line_of,
     peer_of,
 )
 from passes.ir.inline import inlined
@@ -160,7 +161,7 @@ class Crossing:
         return letter
 
     def expect(self, program: Program, node: fx.Node) -> int:
-        """A rank starts to receive; returns the number of the message that it gets, of those between two ranks."""
+        """A rank starts to receive; returns the number of the message that it gets, of those in one line."""
         ends = ends_of(program, node)
         self._expected[ends] += 1
         return self._expected[ends] - 1
@@ -204,11 +205,11 @@ class Crossing:
 
 
 def ends_of(program: Program, node: fx.Node) -> tuple[Any, ...]:
-    """The key that both ends of a message share: the axis, and the coordinates of sender and receiver."""
+    """The key that both ends of a message share: the axis, the coordinates of sender and receiver, and the line."""
     axis = program.mesh.axis_of_group(group_of(node))
     others, coordinate = _position(program.mesh, group_of(node), node)
     ends = (coordinate, peer_of(node)) if kind_of(node) is Kind.SEND else (peer_of(node), coordinate)
-    return axis.name if axis else "", others, ends
+    return axis.name if axis else "", others, ends, line_of(node, axis.backend if axis else "")
 
 
 @dataclass

@@ -30,6 +30,8 @@ const timeline = {
         element("p", null, "There is no timeline: the time of a step on this device is not known."));
       return;
     }
+    if (REPORT.lanes?.length) byId("time").querySelector("small").textContent =
+      "estimated for each rank of the pipeline; compute, communication and memory of one";
     this.whole = TIMELINE.seconds || 1e-9;
     this.to = this.whole;
     this.lanes = [...new Set([...(REPORT.lanes || []).map(({ name }) => name), "compute",

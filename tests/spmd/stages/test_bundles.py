@@ -18,11 +18,15 @@ from torch.nn import functional as F
 import passes
 import spmd
 from passes import PartitionError, Pass, PassError, Program, Role, SpmdError
-from passes.ir.bundle import Bundle
+from passes.ir.bundle import Bundle, messages_of
 from passes.ir.check_bundle import check_bundle
+from passes.ir.collectives import Kind, kind_of
 from spmd.placements import OnStage
 from spmd.stages.schedules import ended_role, orders, with_ends
 from tests.harness.fake import fake_world
+from tests.models.catalog import ENTRIES
+
+from .trainings import TOKENS, WIDTH, EncoderDecoder, of_transformers, translate, with_sgd
 
 TWO: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4, "stages": ["2"]}
 
@@ -98,6 +102,45 @@ def test_a_send_ends_once_it_is_known_to_have_arrived(bundle: Bundle) -> None:
     assert order.index(ended_role("forward.0")) < len(order) - 6, "the first is not kept until the end"
     alone = with_ends([[("forward.0", 0)], [("forward.1", 0)]], {"forward.0": ["forward.1"]}, {})
     assert alone == [["forward.0", "forward.0.sent"], ["forward.1"]]
+
+
+def test_a_backward_lets_go_of_a_gradient_before_the_next() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO | {"stages": ["4"]}))
+        compiled(*arguments())
+    assert compiled.program is not None
+    names = [str(node.target) for node in compiled.program.stages.programs["backward.0"].graph.nodes]
+    assert names.index("aten.add_.Tensor") < max(k for k, name in enumerate(names) if name.startswith("aten.mm"))
+
+
+def test_a_tied_weight_is_sent_once_a_call() -> None:
+    """The first stage reads it twice, and the last once: each sums up its own part of the gradient."""
+    model, batch = EncoderDecoder().double(), [torch.randint(TOKENS, (8, 5)) for _ in range(2)]
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        mode = spmd.DataParallel(mesh=mesh, **TWO | {"stages": ["decoder.0"]})
+        compiled = spmd.compile(translate, parallel_mode=mode, passes=())
+        compiled(model, with_sgd(model), *batch)
+    assert compiled.program is not None
+    sent = {
+        role: [node.args[0].meta["val"].numel() for node in messages_of(program) if kind_of(node) is Kind.SEND]
+        for role, program in compiled.program.stages.programs.items()
+    }
+    weight = TOKENS * WIDTH
+    assert not [role for role, sizes in sent.items() if weight in sizes and not role.startswith("exchange")]
+    assert all(max(sent[role]) >= weight for role in ("exchange.0.0", "exchange.1.1"))
+
+
+@pytest.mark.slow
+def test_a_loss_that_balances_experts_is_refused_at_its_line() -> None:
+    entry = next(each for each in ENTRIES if each.name == "Mixtral")
+    model = entry.build()
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        step = spmd.compile(of_transformers, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO | {"stages": None}))
+        with pytest.raises(PartitionError, match=r"modeling_mixtral\.py.*sum over the whole batch that each micro"):
+            step(model, with_sgd(model), entry.batch(torch.Generator().manual_seed(0)))
 
 
 # Mutants

@@ -139,7 +139,7 @@ def _is_send(node: fx.Node) -> bool:
 
 
 def swapped_sends(bundle: Bundle) -> Iterator[Bundle]:
-    """Two values of a shape go to each other's receivers, or leave in the other order."""
+    """Two values of a shape go to each other's receivers."""
 
     def operands(program: Program) -> None:
         first, second, *_ = filter(_is_send, messages_of(program))
@@ -148,12 +148,8 @@ def swapped_sends(bundle: Bundle) -> Iterator[Bundle]:
         first.update_arg(0, given[1])
         second.update_arg(0, given[0])
 
-    def places(program: Program) -> None:
-        first, second, *_ = filter(_is_send, messages_of(program))
-        second.append(first)
-
     several = [role for role, each in bundle.programs.items() if sum(map(_is_send, messages_of(each))) > 1]
-    yield from _edited(bundle, ((role, edit) for role in several for edit in (operands, places)))
+    yield from _edited(bundle, ((role, operands) for role in several))
 
 
 def changed_messages(bundle: Bundle) -> Iterator[Bundle]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -11,116 +10,39 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import spmd
-from tests.harness.cases import make_optimizer
-from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run, random_generator, snapshot
+from tests.harness.oracle import Case, Snapshot, all_unequal, plain_run, snapshot
 from tests.harness.pool import Ranks
 
-TOKENS, WIDTH, LENGTH = 13, 8, 6
+from .trainings import HUGGING_FACE, Training, masked, with_sgd
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+TWO: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4}
 
 
-class Layer(nn.Module):
-    """Attention and two linear layers, each with a residual."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
-
-
-class Gpt(nn.Module):
-    """Four layers; ``tied``: the head is the embedding."""
-
-    def __init__(self, tied: bool = False, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Layer(dropout) for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(self.norm(h))
-
-
-def masked_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The mean over tokens that count, of which micro-batches have other numbers."""
-    return F.cross_entropy(model(x).flatten(0, 1), torch.where(y > 3, y, -100).flatten())
-
-
-def train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = masked_loss(model, x, y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def clip(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
-    """Gradients stay for the next call to clear; metrics besides the loss."""
-    optimizer.zero_grad()
-    logits = model(x)
-    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    return {"loss": loss, "norm": norm, "right": (logits.argmax(-1) == y).sum(), "rows": len(x)}
-
-
-def rows(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Results with rows of the batch, which all ranks get whole, of a batch that micro-batches do not divide."""
-    logits = model(x)
-    each = F.cross_entropy(logits.transpose(1, 2), y, reduction="none").mean(1)
-    each.mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return {"logits": logits.detach(), "each": each.detach(), "right": logits.argmax(-1) == y}
-
-
-STEPS = {"train": train, "clip": clip, "rows": rows}
-
-
-@dataclass(frozen=True)
-class Training(Case):
-    """The rows of one part of the batch are equal on all stages."""
-
-    name: str
-    optimizer: str
-    tied: bool = False
-    rows: int = 8
-
-    def build(self) -> tuple[Any, ...]:
-        model = Gpt(self.tied).double()
-        return model, make_optimizer(self.optimizer, model.parameters())
-
-    def part(self, rank: int, step: int) -> tuple[Any, ...]:
-        draw = random_generator(rank, step)
-        return tuple(torch.randint(TOKENS, (self.rows, LENGTH), generator=draw) for _ in range(2))
-
-    @property
-    def step(self) -> Any:  # type: ignore[override]
-        return STEPS[self.name]
+def trained(case: Case, step: Any, batches: list[Any]) -> list[Snapshot]:
+    """The results of each step, and all state behind the last."""
+    torch.manual_seed(0)
+    objects, seen = case.build(), []
+    for k, batch in enumerate(batches):
+        result = step(*objects, *batch)
+        seen.append(snapshot(result, objects if k == len(batches) - 1 else ()))
+        case.after(objects, k)
+    return seen
 
 
 def beside_plain(rank: int, world: int, case: Case, sizes: dict[str, int], mode: dict[str, Any]) -> list[str]:
-    """What differs on a mesh of these sizes, in five steps."""
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    part = mesh["dp"].get_local_rank() if "dp" in sizes else 0
-    expected = plain_run(case, sizes.get("dp", 1), 5)
-    _, got = compiled_run(part, case, 5, parallel_mode=spmd.DataParallel(mesh=mesh, **mode))
-    return all_unequal(expected, got, rank, world)
+    """What differs on a mesh of these sizes, in 20 steps."""
+    mesh, parts = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), sizes.get("dp", 1)
+    own = mesh["dp"].get_local_rank() if "dp" in sizes else 0
+    batches = [[case.part(part, step) for part in range(parts)] for step in range(20)]
+    compiled = spmd.compile(case.step, parallel_mode=spmd.DataParallel(mesh=mesh, **mode))
+    got = trained(case, compiled, [each[own] for each in batches])
+    expected = trained(case, case.step, [case.whole(each) for each in batches])
+    return all_unequal(expected, got, own, parts, case.rtol)
 
 
 def assert_agrees(ranks: Ranks, case: Case, sizes: dict[str, int], **mode: Any) -> None:
@@ -129,7 +51,81 @@ def assert_agrees(ranks: Ranks, case: Case, sizes: dict[str, int], **mode: Any) 
     assert not found, "\n".join(found[:20])
 
 
-TWO: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4, "stages": ["layers.2"]}
+@pytest.mark.in_turn("schedule")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", ["masked", "tied", "rows", "encoder-decoder", "unet"])
+def test_numbers_on_two_stages(ranks: Ranks, kind: str, schedule: str) -> None:
+    assert_agrees(ranks, Training(kind), {"pp": 2}, **TWO | {"schedule": schedule})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_models_of_transformers_as_they_are(ranks: Ranks, kind: str, schedule: str) -> None:
+    """pytorch#184361: positions are buffers that no stage owns, and T5 reads its encoder in all blocks."""
+    assert_agrees(ranks, Training(kind), {"pp": 2}, **TWO | {"schedule": schedule})
+
+
+SPLIT = {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "mode"),
+    [
+        # torchtitan#2206, #4194: parts and micro-batches have unequal numbers of tokens that count.
+        (Training("masked"), {"pp": 2, "dp": 2}, {"parallel_style": "fully_shard", "axes": {"batch": "dp"}}),
+        (Training("tied"), {"pp": 2, "tp": 2}, {"axes": {"tensor": "tp"}, "params": SPLIT}),
+        # pytorch#159942: batches of other lengths, and of other numbers of rows, in turn.
+        (Training("masked", lengths=(6, 4)), {"pp": 2}, {"axes": {}}),
+        pytest.param(Training("tied"), {"pp": 4}, {"axes": {}}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["fully_shard", "tensor", "lengths", "four"],
+)
+def test_numbers_on_other_meshes(ranks: Ranks, case: Training, sizes: dict[str, int], mode: dict[str, Any]) -> None:
+    assert_agrees(ranks, case, sizes, **mode | {"axes": mode["axes"] | {"stages": "pp"}, "micro_batches": 4})
+
+
+class Masks(nn.Module):
+    """Layers with dropout; returns also what each has drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        drawn = []
+        for layer in self.layers:
+            drawn.append(F.dropout(torch.ones_like(x), 0.4))
+            x = torch.tanh(layer(x)) * drawn[-1]
+        return x, drawn
+
+
+def draws(model: nn.Module, optimizer: Any, x: Tensor) -> list[Tensor]:
+    y, drawn = model(x)
+    y.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return drawn
+
+
+def drawn_by(rank: int, world: int) -> list[list[Tensor]]:
+    """What two steps draw on one rank without stages, then by each schedule."""
+    mesh, found = init_device_mesh("cpu", (1, world), mesh_dim_names=("one", "pp")), []
+    modes = [{"mesh": mesh["one"]}, *({"mesh": mesh["pp"], "schedule": each, **TWO} for each in SCHEDULES)]
+    for mode in modes:
+        model = Masks()
+        spmd.seed(3, invariant=True)
+        step = spmd.compile(draws, parallel_mode=spmd.DataParallel(**mode))
+        optimizer = with_sgd(model)
+        found.append([each for _ in range(2) for each in step(model, optimizer, torch.ones(8, 4))])
+    return found
+
+
+def test_draws_depend_on_the_position_alone(ranks: Ranks) -> None:
+    for whole, *by_schedule in ranks.run(2, drawn_by):
+        assert len({tuple(each.flatten().tolist()) for each in whole}) == 8, "each layer and step draws others"
+        for drawn in by_schedule:
+            assert all(torch.equal(one, other) for one, other in zip(whole, drawn, strict=True))
 
 
 def of_inner_layers(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -144,16 +140,16 @@ def of_inner_layers(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def in_turn(rank: int, world: int, order: str, tied: bool) -> list[float]:
     """How far training and evaluation in turn are from the plain steps."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))
-    case, mode = Training("train", "SGD momentum", tied), spmd.DataParallel(mesh=mesh, **TWO)
+    case, mode = Training("tied" if tied else "masked"), spmd.DataParallel(mesh=mesh, **TWO, stages=["layers.2"])
     torch.manual_seed(0)
     (model, optimizer), (plain, other) = case.build(), case.build()
     plain.load_state_dict(model.state_dict())
-    steps = [spmd.compile(each, parallel_mode=mode) for each in (train, of_inner_layers)]
+    steps = [spmd.compile(each, parallel_mode=mode) for each in (masked, of_inner_layers)]
     found = []
     for k, each in enumerate(order):
         x, y = case.part(0, k)
         if each == "t":
-            found.append(float(steps[0](model, optimizer, x, y)) - float(train(plain, other, x, y)))
+            found.append(float(steps[0](model, optimizer, x, y)[0]) - float(masked(plain, other, x, y)[0]))
         else:
             found.append(float(steps[1](model, x, y)) - float(of_inner_layers(plain, x, y)))
     return found
@@ -165,25 +161,12 @@ def test_a_step_that_reads_less_leaves_state_where_it_is(ranks: Ranks, order: st
         assert max(map(abs, found)) < 1e-12, found
 
 
-@pytest.mark.parametrize(
-    ("case", "schedule"),
-    [
-        (Training("train", "SGD momentum", tied=True), "interleaved"),
-        (Training("clip", "AdamW fused"), "zb-h1"),
-        (Training("rows", "AdamW fused", tied=True, rows=10), "1f1b"),
-    ],
-    ids=str,
-)
-def test_numbers_on_two_stages(ranks: Ranks, case: Case, schedule: str) -> None:
-    assert_agrees(ranks, case, {"pp": 2}, **TWO | {"schedule": schedule, "stages": None})
-
-
 def fails_once(rank: int, world: int, case: Case) -> list[str]:
     """A call in which stage 1 raises in a backward, between two that train: what differs, and what was not raised."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     torch.manual_seed(0)
     objects = case.build()
-    compiled = spmd.compile(case.step, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO))
+    compiled = spmd.compile(case.step, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO, stages=["layers.2"]))
     got = [_snapshot(compiled, objects, case.part(0, 0))]
     stages = compiled._dispatch.programs.last.executable.function.executable  # type: ignore[union-attr]
     lowered = stages._programs[f"backward.{rank}"]
@@ -213,5 +196,5 @@ def _snapshot(step: Any, objects: tuple[Any, ...], batch: tuple[Any, ...]) -> di
 
 
 def test_a_stage_that_raises_ends_the_call_on_all(ranks: Ranks) -> None:
-    found = ranks.run(2, fails_once, Training("train", "SGD momentum"))
+    found = ranks.run(2, fails_once, Training("masked"))
     assert not any(found), found
