@@ -169,7 +169,8 @@ class Verification:
 
     def _vary_numbers(self) -> None:
         """Let learning rates, other floats of groups, and counters be others in the next step: a stale one shows."""
-        for given in (self.plain.given(), self.first.given()):
+        ours = with_found(self.subject.function, self.first.given())
+        for given in (self.plain.given(), ours):
             for hyper in hyper_parameters_of(given.optimizers):
                 value = hyper.get()
                 if isinstance(value, (int, float)):
@@ -247,8 +248,12 @@ class Verification:
     def _is_rounding(self, tracer: Tracer, what: str) -> bool:
         """Whether what differs had grown from rounding: from the plain step's own state, all comes out as there.
 
-        What ops make of nothing but rounding, on the way to state, comes out otherwise with every order of sums.
+        Numbers must have been equal before: none of them is rounded. What ops make of nothing but rounding, on the way
+        to state, comes out otherwise with every order of sums.
         """
+        numbers = {name: value for name, value in self._before.items() if not isinstance(value, Tensor)}
+        if any(tracer.inputs[0].get(name, value) != value for name, value in numbers.items()):
+            return False
         after = self.plain.state()
         self._enlarged |= tracer.enlarged
         reached = {name: value for name, value in tracer.expected_from(self._before).items() if name in after}

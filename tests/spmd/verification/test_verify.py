@@ -201,7 +201,7 @@ def another_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, 
     train_step(model, optimizer, x, y + 1)
 
 
-def beside(plain: Subject, moved: float) -> Verdict:
+def beside(plain: Subject, moved: float, rate: float = 0.1) -> Verdict:
     """The verdict on ``silent_step`` beside another plain step, whose parameters are ``moved`` before it begins."""
     subject = Subject.of(spmd.compile(silent_step), arguments(), {})
     other = PlainStep(plain, subject.copied(in_double=False), in_double=False)
@@ -210,6 +210,7 @@ def beside(plain: Subject, moved: float) -> Verdict:
         peer = Peer(first, 1, kept(other.state()))
         with torch.no_grad():
             other.copied.args[0][3].bias.add_(moved)
+        other.copied.args[1].param_groups[0]["lr"] = rate
         return Verification(subject, other, first, [peer], 1).run()
 
 
@@ -219,6 +220,7 @@ def test_a_wrong_capture_is_no_rounding() -> None:
     assert moved and "rounding" in moved.notes[0]
     another = beside(Subject(spmd.compile(another_step), arguments(), {}), 0.0)
     assert not another and another.stage == "capture"
+    assert not beside(Subject(spmd.compile(silent_step), arguments(), {}), 0.0, rate=0.2)
 
 
 def normalised_step(model: nn.Module, x: Tensor) -> None:
