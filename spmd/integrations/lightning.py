@@ -242,7 +242,7 @@ def _recorded(module: nn.Module) -> Iterator[list[tuple[Any, ...]]]:
 
 
 @contextmanager
-def _own_rows_named(module: nn.Module, named: set[str]) -> Iterator[None]:
+def _own_rows_named(module: Any, named: set[str]) -> Iterator[None]:
     """Warn, once for each name, of what evaluation logs of this rank's rows alone."""
     log = module.log
 

@@ -248,11 +248,11 @@ class Verification:
     def _is_rounding(self, tracer: Tracer, what: str) -> bool:
         """Whether what differs had grown from rounding: from the plain step's own state, all comes out as there.
 
-        Numbers must have been equal before: none of them is rounded. What ops make of nothing but rounding, on the way
-        to state, comes out otherwise with every order of sums.
+        Numbers must have agreed before, such as rates. What ops make of nothing but rounding, on the way to state,
+        comes out otherwise with every order of sums.
         """
         numbers = {name: value for name, value in self._before.items() if not isinstance(value, Tensor)}
-        if any(tracer.inputs[0].get(name, value) != value for name, value in numbers.items()):
+        if any(difference(value, tracer.inputs[0].get(name, value), self.rounding) for name, value in numbers.items()):
             return False
         after = self.plain.state()
         self._enlarged |= tracer.enlarged
