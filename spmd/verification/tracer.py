@@ -234,7 +234,7 @@ class Tracer:
             return difference(target(*args, **kwargs), whole, self.rounding) is None
 
     def _given(self, captured: fx.Node) -> Any:
-        """What all ranks have alike: an input, or a number; None for any other value."""
+        """The value that all ranks have: of an input, or a number; None of any other node."""
         value = self.values.get(captured.name)
         return value if captured.op == "placeholder" or not isinstance(value, Tensor) else None
 
