@@ -45,7 +45,7 @@ class Classifier(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Evaluate this rank's rows with the whole model; ``sync_dist`` takes the mean over ranks."""
+        """Evaluate this rank's rows with the whole model; ``sync_dist`` takes the mean over the rows of all."""
         x, y = batch
         self.log("accuracy", (self.net(x).argmax(1) == y).double().mean(), sync_dist=True)
 

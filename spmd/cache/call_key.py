@@ -38,6 +38,7 @@ from ..call.inputs import is_apart
 from ..call.state import SCHEDULER_NOTES, StateRef, attached_to, is_live, submodules_of
 from ..guards.guards import torch_settings
 from ..guards.leaves import firsts_of
+from ..modes.auto import Auto
 from ..modes.data_parallel import DataParallel
 from ..modes.dtensor_expand import DTensorExpand
 from ..options import Options
@@ -196,7 +197,9 @@ def _mesh(call: Call) -> dict[str, Any]:
 def _options(options: Options, describer: Describer) -> Iterator[Any]:
     """The parallel mode and the passes. Raises ``NotCachedError`` for those of the user's own."""
     if type(options.mode) not in (DataParallel, DTensorExpand):
-        raise NotCachedError(f"{type(options.mode).__qualname__} is a parallel mode of the user's")
+        is_auto = isinstance(options.mode, Auto)
+        what = "chooses a style in each process" if is_auto else "is a parallel mode of the user's"
+        raise NotCachedError(f"{type(options.mode).__qualname__} {what}")
     yield type(options.mode).__qualname__
     yield _option(vars(options.mode), describer)
     for each in options.pipeline:

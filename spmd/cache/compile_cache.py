@@ -97,20 +97,28 @@ class Lookup:
 
         ``any_size``: that the program was made from, by a trace of this call or of one before.
         """
-        if self.folder is None or self.why:
+        if self.folder is None:
             return
-        try:
-            if [slot.input.name for slot in self.call.slots] != self._slots:
-                raise NotCachedError("the step leaves some of the optimizer's state alone, or begins without it")
-            trace = self._trace(captured, reads) if isinstance(reads, Reads) else any_size.trace if any_size else {}
-            if trace.get("context") != self._context:  # guards of this process do not look at all that a key has
-                raise NotCachedError("the trace that serves its sizes was not kept, or torch's switches changed since")
-            if any_size is not None:
-                any_size.trace.update(trace)
-            self._data = {name: trace[name] for name in ("reads", "functions", "flags")}
-            self._data |= {"capture": captured_to_data(captured, trace["constants"]), "values": self._values(captured)}
-        except _UNDESCRIBED as error:
-            self.why = str(error)
+        if not self.why:
+            try:
+                self._take(captured, reads, any_size)
+            except _UNDESCRIBED as error:
+                self.why = str(error)
+        if self.why and any_size is not None:
+            any_size.trace.setdefault("why", self.why)
+
+    def _take(self, captured: Captured, reads: Any, any_size: AnySize | None) -> None:
+        if [slot.input.name for slot in self.call.slots] != self._slots:
+            raise NotCachedError("the step leaves some of the optimizer's state alone, or begins without it")
+        trace = self._trace(captured, reads) if isinstance(reads, Reads) else any_size.trace if any_size else {}
+        if "context" not in trace:  # guards of this process do not look at all that a key has
+            raise NotCachedError(trace.get("why") or "the trace that serves its sizes was not kept")
+        if trace["context"] != self._context:
+            raise NotCachedError("torch's switches changed since the trace that serves its sizes")
+        if any_size is not None:
+            any_size.trace.update(trace)
+        self._data = {name: trace[name] for name in ("reads", "functions", "flags")}
+        self._data |= {"capture": captured_to_data(captured, trace["constants"]), "values": self._values(captured)}
 
     def _trace(self, captured: Captured, reads: Reads) -> dict[str, Any]:
         """The part of an entry that is the same for all sizes."""

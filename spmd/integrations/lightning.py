@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from ..annotations.no_sync import no_sync
 from ..checkpoints.whole import state_dict
 from ..decorator import compile
+from ..interpreter.source_lines import warn_user
 from ..unsharded import unshard
 
 _WITHIN = """backward on_before_backward on_after_backward on_before_optimizer_step on_before_zero_grad
@@ -30,9 +31,10 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     ``compile_options`` go to ``spmd.compile``: ``{"parallel_mode": spmd.DataParallel("fully_shard")}``; the other
     arguments are those of ``DDPStrategy``. ``training_step``, backward, clipping by ``gradient_clip_val`` and the
-    update are one program; no model is wrapped. What ``training_step`` logs is that of all ranks' rows. Schedulers,
-    callbacks, loggers, evaluation, checkpoints and ``ckpt_path=`` work as ever: files hold whole tensors, so that any
-    strategy, mode or number of ranks reads them. With manual optimization, compile your own methods.
+    update are one program; no model is wrapped. What ``training_step`` logs is that of all ranks' rows; so is what
+    evaluation logs with ``sync_dist=True``, and without it a warning says that it is not. Schedulers, callbacks,
+    loggers, evaluation, checkpoints and ``ckpt_path=`` work as ever: files hold whole tensors, so that any strategy,
+    mode or number of ranks reads them. With manual optimization, compile your own methods.
 
     To compute with the model after ``fit``, enter ``with spmd.unshard(model):`` on all ranks. Raises ``ValueError`` for
     ``precision="16-mixed"``, whose scaler would stay outside of the step, where the module or a callback has a hook at
@@ -46,6 +48,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         self.accumulates, self.trains = compile(accumulate_batch, **options), compile(train_batch, **options)
         self._updates = False  # whether the training step that comes next is the last one before an update
         self._whole = ExitStack()  # while evaluation sees the whole model
+        self._named: set[str] = set()  # values that were warned of
 
     def setup(self, trainer: lightning.pytorch.Trainer) -> None:
         """Move the model to its device, and make the optimizers; nothing is wrapped."""
@@ -100,12 +103,18 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     def _show_whole(self) -> None:
         self._whole.enter_context(unshard(self.lightning_module, writeback=False))
+        self._whole.enter_context(_own_rows_named(self.lightning_module, self._named))
 
     def _hide_whole(self) -> None:
         self._whole.close()
 
     on_validation_start = on_test_start = on_predict_start = _show_whole
     on_validation_end = on_test_end = on_predict_end = _hide_whole
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As ever, but that a mean of whole numbers, as of the rows by which logged means are weighed, is not cut."""
+        counts = isinstance(tensor, Tensor) and reduce_op in ("mean", "avg") and not tensor.is_floating_point()
+        return super().reduce(tensor.double() if counts else tensor, group, reduce_op)
 
     def on_exception(self, exception: BaseException) -> None:
         """Split the model again, if evaluation raised."""
@@ -228,6 +237,28 @@ def _recorded(module: nn.Module) -> Iterator[list[tuple[Any, ...]]]:
     vars(module)["log"] = lambda name, value, *given, **options: logged.append((name, value, given, options))
     try:
         yield logged
+    finally:
+        del vars(module)["log"]
+
+
+@contextmanager
+def _own_rows_named(module: Any, named: set[str]) -> Iterator[None]:
+    """Warn, once for each name, of what evaluation logs of this rank's rows alone."""
+    log = module.log
+
+    def checked(name: str, value: Any, *given: Any, **options: Any) -> None:
+        is_own = not (options.get("sync_dist") or options.get("rank_zero_only") or isinstance(value, Metric))
+        if is_own and dist.get_world_size() > 1 and name not in named:
+            named.add(name)
+            warn_user(
+                f"{name} is logged of the rows of one rank: self.log({name!r}, ..., sync_dist=True) logs the mean over "
+                "the rows of all ranks, each batch weighed by its rows"
+            )
+        log(name, value, *given, **options)
+
+    vars(module)["log"] = checked
+    try:
+        yield
     finally:
         del vars(module)["log"]
 

@@ -32,11 +32,17 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def warn_user(message: str) -> None:
-    """Warn at the innermost line of the user's code, however many frames of ours lie in between."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _is_between(frame):
+    """Warn at the innermost line of the user's own code, else of a library, however many frames of ours are between."""
+    frame: FrameType | None = sys._getframe(1)
+    level, innermost = 2, 0
+    while frame is not None:
+        if not _is_between(frame):
+            innermost = innermost or level
+            if not is_library_file(frame.f_code.co_filename):
+                innermost = level
+                break
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, stacklevel=innermost or level)
 
 
 def _is_between(frame: FrameType) -> bool:

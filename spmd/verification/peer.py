@@ -97,6 +97,7 @@ class Peer:
 
     def _gather(self, theirs: Values) -> list[Any]:
         given = []
+        carried = self.first.compiled.guards.carried.names
         for declared in self.program.inputs:
             if declared.parts:
                 parts = sorted(declared.parts, key=lambda part: part.offset)
@@ -105,7 +106,8 @@ class Peer:
                 given.append(pack(declared, theirs))
             else:
                 name = self.program.taken_from(declared)
-                given.append(self._state[name] if name in self._state else theirs[declared.name])
+                value = self._state[name] if name in self._state else theirs[declared.name]
+                given.append(_separate(value) if name in carried else value)  # which each rank may write to
         return given
 
     def _first_value(self, declared: Input, theirs: Any) -> Any:

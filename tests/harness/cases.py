@@ -20,6 +20,7 @@ STYLES = ("replicate", "fully_shard", "default")
 STYLES_ON_RANKS = (("replicate", 2), ("fully_shard", 3))  # hardly any size divides by three
 # "replicate" is the same on more ranks, and a third one costs as much as each of two.
 STYLES_IN_TURN = (("fully_shard", 3), *(("replicate", 2), ("fully_shard", 2)) * 2)
+THREE_IN_TURN = (("fully_shard", 3), ("replicate", 2), ("shard_optimizer", 2))
 
 _KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05}),

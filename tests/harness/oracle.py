@@ -99,10 +99,14 @@ def assert_agrees(
 def differences(
     rank: int, world: int, case: Case, mode: str | dict[str, Any] = "replicate", passes: Any = None, steps: int = 5
 ) -> list[str]:
-    """Compare the compiled step with the plain one. ``mode``: a style, or the arguments of ``DataParallel``."""
+    """Compare the compiled step with the plain one.
+
+    ``mode``: a style, ``"shard_optimizer"``, or the arguments of ``DataParallel``.
+    """
     expected = plain_run(case, world, steps)
-    parallel_mode = spmd.DataParallel(**({"parallel_style": mode} if isinstance(mode, str) else mode))
-    _, got = compiled_run(rank, case, steps, parallel_mode=parallel_mode, passes=passes)
+    if isinstance(mode, str):
+        mode = {"shard_optimizer": True} if mode == "shard_optimizer" else {"parallel_style": mode}
+    _, got = compiled_run(rank, case, steps, parallel_mode=spmd.DataParallel(**mode), passes=passes)
     return all_unequal(expected, got, rank, world, case.rtol, case.atol)
 
 

@@ -288,6 +288,19 @@ def test_what_no_other_process_can_compare_is_not_kept(folder: Path, kind: str) 
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_later_size_has_the_reason_of_the_trace_that_serves_it(folder: Path) -> None:
+    code, reason = NOT_KEPT["a file"]
+    module, net = start(folder, code)
+    step = spmd.compile(module.step, cache=folder / "cache")
+    for rows in (4, 5, 6):  # one trace for the last two
+        step(net, torch.ones(rows, 3))
+        assert re.search(reason, " ".join(step.report().notes))
+    step = spmd.compile(module.step, parallel_mode=spmd.Auto(), cache=folder / "cache")
+    step(net, torch.ones(4, 3))
+    assert "not kept for later processes: Auto chooses a style in each process" in step.report().notes
+
+
+@pytest.mark.usefixtures("alone")
 def test_getattr_with_constant_names_is_kept(folder: Path) -> None:
     code = "def read(net):\n    return getattr(net, 'gain', 1.0) if hasattr(net, 'linear') else 2.0"
     module, net = start(folder, code)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.harness.cases import STYLES_ON_RANKS, in_turn, mlp
+from tests.harness.cases import THREE_IN_TURN, in_turn, mlp
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
@@ -158,7 +158,7 @@ CASES: list[Case] = [TwoOptimizers(), Adversaries(), OneForBoth(), OneWithinAnot
 
 @pytest.mark.parametrize("which", range(len(CASES)), ids=[type(case).__name__ for case in CASES])
 def test_several_modules_and_optimizers(ranks: Ranks, which: int, request: pytest.FixtureRequest) -> None:
-    for style, world in in_turn(request, which, STYLES_ON_RANKS[::-1]):
+    for style, world in in_turn(request, which, THREE_IN_TURN):
         assert_agrees(ranks, world, CASES[which], style)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import spmd
 from passes import Role
 from passes.ir.program import is_sharded
-from tests.harness.cases import in_turn
+from tests.harness.cases import THREE_IN_TURN, in_turn
 from tests.harness.oracle import Case, all_unequal, assert_agrees, compiled_run, plain_run, random_generator
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks
@@ -266,7 +266,7 @@ def test_every_model_is_in_a_case() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_buffers_are_those_of_the_plain_step(ranks: Ranks, name: str, request: pytest.FixtureRequest) -> None:
-    for style, world in in_turn(request, list(CASES).index(name)):
+    for style, world in in_turn(request, list(CASES).index(name), THREE_IN_TURN):
         assert_agrees(ranks, world, CASES[name], style)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from tests.harness.cases import MLP, STYLES_ON_RANKS, in_turn, mlp
+from tests.harness.cases import MLP, THREE_IN_TURN, in_turn, mlp
 from tests.harness.oracle import Case, assert_agrees
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, counts, regression
@@ -97,7 +97,7 @@ CASES: list[Case] = [FrozenInTurns(), Adversarial(), StepsInBackward(), Adversar
 def test_frozen_parameters_are_those_of_the_plain_step(
     ranks: Ranks, case: Case, request: pytest.FixtureRequest
 ) -> None:
-    for style, world in in_turn(request, CASES.index(case), STYLES_ON_RANKS[::-1]):
+    for style, world in in_turn(request, CASES.index(case), THREE_IN_TURN):
         assert_agrees(ranks, world, case, style, steps=6)
 
 

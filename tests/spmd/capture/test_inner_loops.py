@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from tests.harness.cases import MLP, STYLES_ON_RANKS, in_turn
+from tests.harness.cases import MLP, THREE_IN_TURN, in_turn
 from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
 
@@ -78,7 +78,7 @@ CASES = [Inner(make="SGD"), Inner(make="AdamW"), Inner(make="Adagrad"), Inner(ma
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_inner_loops_are_those_of_the_plain_step(ranks: Ranks, case: Inner, request: pytest.FixtureRequest) -> None:
-    for style, world in in_turn(request, CASES.index(case), STYLES_ON_RANKS):
+    for style, world in in_turn(request, CASES.index(case), THREE_IN_TURN):
         assert_agrees(ranks, world, case, style, steps=3)
 
 

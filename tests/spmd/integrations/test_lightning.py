@@ -57,6 +57,7 @@ def train(folder: Path, world: int, mode: spmd.ParallelMode | None, resume: Path
     data = example.loader(ROWS, dtype=torch.float64).dataset
     sampler = DistributedSampler(data, world, spmd.world().get_rank(), shuffle=False)  # Lightning's own would shuffle
     loader = DataLoader(data, batch_size=8 // world, sampler=sampler)
+    uneven = DataLoader(data, batch_size=8 // world, sampler=range(spmd.world().get_rank(), ROWS - 1, world))
     checkpoints = lightning.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     settings: dict[str, Any] = {"max_epochs": 2, "callbacks": [Log(), checkpoints], "enable_checkpointing": True}
     settings |= {"num_sanity_val_steps": 0, "use_distributed_sampler": False}
@@ -65,8 +66,8 @@ def train(folder: Path, world: int, mode: spmd.ParallelMode | None, resume: Path
     trainer = example.make(folder, strategy=strategy, **settings)
     torch.manual_seed(0)
     module = (Accumulating() if kind == "sgd" else example.Classifier()).double()
-    trainer.fit(module, loader, loader, ckpt_path=resume)
-    logged += [trainer.validate(module, loader, verbose=False)[0]["accuracy"], trainer.global_step]
+    trainer.fit(module, loader, uneven, ckpt_path=resume)
+    logged += [trainer.validate(module, uneven, verbose=False)[0]["accuracy"], trainer.global_step]
     return spmd.state_dict(module), logged
 
 
@@ -100,6 +101,26 @@ def test_a_trainer_trains_evaluates_saves_and_resumes_as_on_one_device(
     for found in ranks.run(2, job, tmp_path / "resumed", MODES[other], tmp_path / "epoch=0.ckpt", kind):
         assert_equal(found, (expected[0], expected[1][after_one:]))
     assert_equal(train(tmp_path, 1, None, tmp_path / "epoch=0.ckpt", kind), (expected[0], expected[1][after_one:]))
+
+
+def test_what_evaluation_logs_of_the_rows_of_one_rank_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmd.integrations.lightning import _own_rows_named
+
+    logged: list[Any] = []
+
+    class Module(nn.Module):
+        def log(self, name: str, value: Any, **options: Any) -> None:
+            logged.append(name)
+
+    module, named = Module(), set[str]()
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.warns(UserWarning) as caught, _own_rows_named(module, named):
+        for _ in range(2):
+            module.log("own", 1.0)
+            module.log("all", 1.0, sync_dist=True)
+    (warning,) = caught
+    assert "own is logged of the rows of one rank" in str(warning.message) and warning.filename == __file__
+    assert logged == ["own", "all"] * 2 and "log" not in vars(module)
 
 
 def fit_by_hand(folder: Path, world: int, mode: spmd.ParallelMode | None, resume: bool) -> Found:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.harness.cases import MLP, STYLES_ON_RANKS, in_turn, make_optimizer, mlp
+from tests.harness.cases import MLP, THREE_IN_TURN, in_turn, make_optimizer, mlp
 from tests.harness.oracle import Case, Later, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
@@ -165,5 +165,5 @@ CASES: dict[str, Case] = {
 def test_modules_of_every_kind_train_as_in_the_plain_step(
     ranks: Ranks, name: str, request: pytest.FixtureRequest
 ) -> None:
-    for style, world in in_turn(request, list(CASES).index(name), STYLES_ON_RANKS[::-1]):
+    for style, world in in_turn(request, list(CASES).index(name), THREE_IN_TURN):
         assert_agrees(ranks, world, Later(CASES[name]), style)

@@ -201,7 +201,7 @@ def another_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, 
     train_step(model, optimizer, x, y + 1)
 
 
-def beside(plain: Subject, moved: float) -> Verdict:
+def beside(plain: Subject, moved: float, rate: float = 0.1) -> Verdict:
     """The verdict on ``silent_step`` beside another plain step, whose parameters are ``moved`` before it begins."""
     subject = Subject.of(spmd.compile(silent_step), arguments(), {})
     other = PlainStep(plain, subject.copied(in_double=False), in_double=False)
@@ -210,6 +210,7 @@ def beside(plain: Subject, moved: float) -> Verdict:
         peer = Peer(first, 1, kept(other.state()))
         with torch.no_grad():
             other.copied.args[0][3].bias.add_(moved)
+        other.copied.args[1].param_groups[0]["lr"] = rate
         return Verification(subject, other, first, [peer], 1).run()
 
 
@@ -219,6 +220,41 @@ def test_a_wrong_capture_is_no_rounding() -> None:
     assert moved and "rounding" in moved.notes[0]
     another = beside(Subject(spmd.compile(another_step), arguments(), {}), 0.0)
     assert not another and another.stage == "capture"
+    assert not beside(Subject(spmd.compile(silent_step), arguments(), {}), 0.0, rate=0.2)
+
+
+def normalised_step(model: nn.Module, x: Tensor) -> None:
+    """The gradient of the bias is nothing but rounding, of which a division by its own size makes a step."""
+    h = model(x)
+    (h - h.mean(0)).square().mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            assert p.grad is not None
+            p.sub_(0.1 * p.grad / p.grad.norm())
+            p.grad = None
+
+
+class Doubled(passes.Pass):
+    """A mistake where rounding is enlarged, too: quotients are doubled."""
+
+    def rewrite(self, program: passes.Program) -> int:
+        quotients = program.graph.find_nodes(op="call_function", target=torch.ops.aten.div.Tensor)
+        for node in quotients:
+            with program.graph.inserting_before(node):
+                twice = program.graph.call_function(torch.ops.aten.mul.Tensor, (node.args[0], 2))
+                twice.meta |= node.args[0].meta
+            node.update_arg(0, twice)
+        return len(quotients)
+
+
+@pytest.mark.parametrize("mode", ["replicate", "fully_shard"])
+def test_rounding_that_an_op_enlarges_is_no_error_and_a_mistake_is(mode: str) -> None:
+    given = nn.Linear(5, 3).double(), torch.randn(9, 5, dtype=torch.float64)
+    verdict = spmd.verify(spmd.compile(normalised_step, parallel_mode=mode), *given, world=2)
+    assert verdict and "enlarges" in verdict.notes[0], verdict
+    wrong = spmd.compile(normalised_step, parallel_mode=mode, passes=(Doubled(),))
+    verdict = spmd.verify(wrong, *given, world=2)
+    assert not verdict and verdict.stage == "Doubled", verdict
 
 
 def dropped_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
