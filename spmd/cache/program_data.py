@@ -276,9 +276,7 @@ class _Reader:
             case "phase":
                 return Phase(self.texts[value])
             case "origin":
-                number, phase, *others = (
-                    self.texts[x[0]] if isinstance(x, list) else scalar_from_data(x) for x in value
-                )
+                number, phase, *others = map(self.part, value)
                 return Origin(number, Phase(phase), *others)
         return scalar_from_data(value["value"]) if isinstance(value, dict) else self.texts[value]
 
