@@ -72,7 +72,7 @@ def both(rank: int, world: int, case: Case, mode: dict[str, Any]) -> tuple[list[
 )
 def test_one_rank_traces_for_all(ranks: Ranks, case: Case, mode: dict[str, Any]) -> None:
     """The traces of later sizes, too, are those of the first rank."""
-    results = ranks.run(2, both, case, mode)
+    results = ranks.run(2, both, case, mode, timeout=300)
     assert [line for _, differing in results for line in differing] == []
     (shared, apart), *others = [counts for counts, _ in results]
     assert 0 < shared <= apart and others == [[0, apart]]
