@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from .cache.compile_cache import Lookup
 from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.state import submodules_of
@@ -22,15 +23,19 @@ from .python_state.effects.carried import Carried
 from .python_state.reads import Reads, ReplacementReads
 from .ranks.consensus import Agreement
 from .running.describe import text_of
-from .shared_captures import SharedCapture
+from .shared_captures import ServingCapture, SharedCapture
 
 
 class CapturedCall(NamedTuple):
-    """The captured step with the Python state that it reads. ``any_size``: the trace, if it serves other sizes, too."""
+    """The captured step with the Python state that it reads.
+
+    ``any_size``: the trace, if it serves other sizes, too. ``by_first_rank``: whether that traced the step for all.
+    """
 
     captured: Captured
     reads: Reads | ReadGuards
     any_size: AnySize | None = None
+    by_first_rank: bool = False
 
     def for_this_size(self) -> CapturedCall:
         """The same, which is to serve no other sizes."""
@@ -44,26 +49,60 @@ def capture_call(
     options: Options,
     dispatch: Dispatch,
     agreement: Agreement,
-    shared: SharedCapture | None,
-    live: Carried,
+    shared: ServingCapture,
+    lookup: Lookup,
 ) -> CapturedCall:
     """The program of a call on global shapes, in rank 0's order. All ranks call it together.
 
-    ``shared`` and ``live`` are as ``Dispatch.find_capture`` finds them. Raises ``CaptureError`` if the step cannot be
-    traced.
+    ``shared`` is as ``Dispatch.find_capture`` finds it; ``lookup`` says whether the first rank captures for all. Raises
+    ``CaptureError`` if the step cannot be traced.
     """
-    if shared is not None:
-        found = CapturedCall(shared.capture.at(call, name), shared.guards.reads)
+    tracing = _Tracing(function, call, name, options.overrides, dispatch, lookup.live, shared.own)
+    if shared.own is not None and shared.is_common:
+        found = tracing.capture()
     else:
-        found = _Tracing(function, call, name, options.overrides, dispatch, live).trace()
-        dispatch.numbers.note_fixed(live, found.captured)
+        found = _by_first_rank(tracing, lookup, agreement) if lookup.is_shared else tracing.trace()
+        dispatch.numbers.note_fixed(lookup.live, found.captured)
         if found.captured.returns_loss and agreement.is_first_rank:
             warn_user(_RETURNS_LOSS.format(dispatch.name))
-        if len(set(agreement.all_gather_text(str(found.any_size is not None)))) > 1:
+        if not found.by_first_rank and len(set(agreement.all_gather_text(str(found.any_size is not None)))) > 1:
             found = found.for_this_size()  # some rank could trace it for no other
-    captured = in_rank_zero_order(found.captured, call, agreement.all_gather_text)
+    captured = found.captured
+    if not found.by_first_rank:
+        captured = in_rank_zero_order(captured, call, agreement.all_gather_text)
     agreement.check_captured(text_of(captured, call))
-    return CapturedCall(captured, found.reads, found.any_size)
+    return CapturedCall(captured, found.reads, found.any_size, found.by_first_rank)
+
+
+def _by_first_rank(tracing: _Tracing, lookup: Lookup, agreement: Agreement) -> CapturedCall:
+    """The capture of the first rank on all of them, bound to each rank's own objects, or that of this rank.
+
+    What the first rank raises, the others find out for themselves, so that each has the error at its user's line. After
+    that, as where some rank cannot bind the capture, each captures for itself, also for later programs of the step.
+    """
+    found: CapturedCall | None = None
+    unbound = ""
+
+    def captured() -> bytes:
+        nonlocal found
+        found = tracing.capture()
+        lookup.note_capture(found.captured, found.reads, found.any_size or tracing.serving)
+        return lookup.send(found.captured.program)
+
+    content = agreement.by_first_rank(captured)
+    if content and found is None:
+        try:
+            found = CapturedCall(*lookup.receive(content, tracing.name))
+        except Exception as error:  # of objects of the user's, too
+            unbound = f"{error}" or type(error).__name__
+    if content and not any(agreement.all_gather_text(unbound)):
+        assert found is not None, "all ranks have captured or bound it"
+        return CapturedCall(*found[:3], by_first_rank=True)
+    tracing.dispatch.captures_apart = True
+    if found is not None and agreement.is_first_rank:
+        return found
+    lookup.forget()
+    return tracing.trace()
 
 
 _RETURNS_LOSS = (
@@ -75,7 +114,7 @@ _RETURNS_LOSS = (
 
 @dataclass(frozen=True)
 class _Tracing:
-    """The context of a trace. ``live``: numbers that become inputs."""
+    """The context of a trace. ``live``: numbers that become inputs; ``own``: a capture that serves the call."""
 
     function: Callable[..., Any]
     call: Call
@@ -83,6 +122,18 @@ class _Tracing:
     overrides: Sequence[Override]
     dispatch: Dispatch
     live: Carried
+    own: SharedCapture | None
+
+    @property
+    def serving(self) -> AnySize | None:
+        """The earlier trace that serves the call."""
+        return None if self.own is None else self.own.capture
+
+    def capture(self) -> CapturedCall:
+        """What an earlier trace captured, if one serves the call, else a new trace."""
+        if self.own is None:
+            return self.trace()
+        return CapturedCall(self.own.capture.at(self.call, self.name), self.own.guards.reads)
 
     def trace(self) -> CapturedCall:
         """Trace the step; once more if optimizer state that was made for it has to go, or gradients are state."""

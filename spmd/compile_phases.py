@@ -25,7 +25,7 @@ class CompilePhases:
     """``name`` is that of the program, ``where`` the line of the step, ``reason`` why it is compiled.
 
     ``program``: what the last stage has made; ``passes``: what each pass did; ``islands``, and ``kernels``, their C++:
-    what a compiler of kernels made.
+    what a compiler of kernels made. ``captured_on``: the rank that captured for all.
     """
 
     name: str
@@ -36,6 +36,7 @@ class CompilePhases:
     passes: list[PassEffect] = field(default_factory=list)
     islands: tuple[IslandTime, ...] = ()
     kernels: str = ""
+    captured_on: int | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

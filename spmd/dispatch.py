@@ -48,7 +48,7 @@ from .running.compiled import Compiled, Restore
 from .running.deferred_program import DeferredProgram
 from .running.expert_room import ExpertRoom
 from .running.kept_programs import KeptPrograms
-from .shared_captures import NONE, SharedCapture, SharedCaptures
+from .shared_captures import NONE, ServingCapture, SharedCaptures
 from .state.edits import EditedError, compare_edits, number_of
 from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
@@ -95,6 +95,7 @@ class Dispatch:
         self.name, self.options, self._where = name, options, where
         self.programs = KeptPrograms(name, options.max_programs)
         self.room = ExpertRoom(options)
+        self.captures_apart = False  # whether each rank captures for itself
         self._function, self._reader = function, ArgumentReader(inspect.signature(function))
         self.numbers = LiveNumbers(name)
         self.idle = Idle()  # parameters that the step was found not to update
@@ -268,21 +269,20 @@ class Dispatch:
         """The Python state that the programs so far write, of the models of a call: what may be inputs of the next."""
         return self.numbers.carried(compiled.captured for compiled in self.programs.of_models(call))
 
-    def find_capture(self, call: Call, all_gather_text: AllGatherText) -> tuple[SharedCapture | None, Carried]:
-        """The capture that serves a call, if there is one on all ranks, and the numbers that a new one takes as inputs.
+    def find_capture(self, call: Call, all_gather_text: AllGatherText) -> tuple[ServingCapture, Carried]:
+        """The capture that serves a call, if there is one, and the numbers that a new one takes as inputs.
 
         These are the Python numbers that have changed since the step was compiled, on any rank: the next program reads
         them at each call.
         """
         if not self.programs.compiled:
-            return None, self.numbers.of_first(call)
+            return ServingCapture(), self.numbers.of_first(call)
         sites, changed = self.numbers.changes(call, self.programs.of_models(call))
-        own = json.dumps([self.shared.number_for(call), changed])
-        gathered = [json.loads(text) for text in all_gather_text(own)]
+        own = self.shared.number_for(call)
+        gathered = [json.loads(text) for text in all_gather_text(json.dumps([own, changed]))]
         live = self.numbers.of_next(call, sites, [name for _, names in gathered for name in names])
-        numbers = {number for number, _ in gathered}
-        is_shared = len(numbers) == 1 and numbers != {NONE}
-        return self.shared.of_number(*numbers) if is_shared else None, live
+        found = None if own == NONE else self.shared.of_number(own)
+        return ServingCapture(found, all(number == own for number, _ in gathered)), live
 
     def why_not_cached(self, call: Call) -> str:
         """Why no entry of the cache can serve a call: what an earlier call of this process had decides, too."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .call.call import Call
 from .call.dynamic_dims import (
@@ -39,6 +40,13 @@ class SharedCapture:
     number: int
     capture: AnySize
     guards: Guards
+
+
+class ServingCapture(NamedTuple):
+    """The capture that serves a call on this rank, if there is one, and whether all ranks have it."""
+
+    own: SharedCapture | None = None
+    is_common: bool = True
 
 
 @dataclass

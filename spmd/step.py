@@ -17,6 +17,7 @@ from passes import Diff, Program, Report, SpmdError, print_program
 from passes.runtime.rooms import RoomExceededError
 
 from ._torch import DisableTorchFunctionSubclass, get_proxy_mode
+from .cache.compile_cache import Lookup
 from .call.rng import kept_on
 from .call.state import Arguments
 from .call.unequal_rows import UnequalRows
@@ -253,7 +254,8 @@ class CompiledStep(Generic[P, R]):
         begun = turn.call.initial_state(dispatch.idle)
         with no_hooks_on_calls(), begun, all_or_none(self._name, turn.connection) as agreement:
             shared, live = dispatch.find_capture(turn.call, agreement.all_gather_text)
-            found = capture_call(self._function, turn.call, self._name, options, dispatch, agreement, shared, live)
+            lookup = Lookup(turn.call, self._function, live)
+            found = capture_call(self._function, turn.call, self._name, options, dispatch, agreement, shared, lookup)
         return found.captured.program
 
     def _ready(self, turn: Turn) -> Compiled:

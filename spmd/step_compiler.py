@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Fact, MemoryBudgetError, Pass, Program, RankMismatchError, facts_of
+from passes import Fact, MemoryBudgetError, Mesh, Pass, Program, RankMismatchError, facts_of
 from passes.default_passes import table_of, with_islands, with_rates
 from passes.ir.bundle import Bundle
 from passes.ir.program import MicroBatches
+from passes.report import PassEffect
 
 from ._torch import DisableAutocast
-from .cache.compile_cache import Lookup, look_up
+from .cache.compile_cache import Lookup, look_up, set_flags
+from .cache.packed import packed, unpacked
+from .cache.program_data import program_from_data, program_to_data
 from .call.call import Call
 from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
@@ -55,7 +58,7 @@ from .ranks.simulated import simulated
 from .running.compiled import Compiled
 from .running.deferred_program import DeferredProgram
 from .running.describe import describe_for_agreement, text_of
-from .shared_captures import SharedCapture
+from .shared_captures import ServingCapture
 from .stages.stage_axis import check_without_stages
 from .state.background_reads import READS
 from .state.distribute import Prepared, check_memory, commit, prepare
@@ -118,7 +121,8 @@ class StepCompiler:
                 compiled.check_first_call(call.given, self._name)
             self._dispatch.add(compiled, reason, call)
             seconds = sum(progress.seconds.values())
-            self.compilations.append(Compilation(compiled.program.name, reason, number, seconds))
+            made = Compilation(compiled.program.name, reason, number, seconds, captured_on=stages.captured_on)
+            self.compilations.append(made)
             end_stale_references(call.replaced)
         return compiled
 
@@ -145,7 +149,8 @@ class StepCompiler:
             shared, live = self._dispatch.find_capture(call, agreement.all_gather_text)
         with stages.stage("cache") if options.cache_option.folder else stages.explained("finding an entry"):
             why = self._dispatch.why_not_cached(call)
-            lookup = look_up(name, self._function, call, options, live, why, agreement)
+            shares = not self._dispatch.captures_apart
+            lookup = look_up(name, self._function, call, options, live, why, shares, agreement)
             made = self._from_entry(lookup, call, agreement, stages, dump)
         if made is None:
             made = self._make(call, agreement, stages, dump, lookup, shared, notes)
@@ -205,18 +210,19 @@ class StepCompiler:
         stages: CompilePhases,
         dump: Dump,
         lookup: Lookup,
-        shared: SharedCapture | None,
+        shared: ServingCapture,
         notes: Sequence[str],
     ) -> Made:
         """Capture, partition, transform, passes. ``notes``: for the report."""
         options, name = self._options, stages.name
         with stages.stage("capture"):
-            captured, reads, any_size = capture_call(
-                self._function, call, name, options, self._dispatch, agreement, shared, lookup.live
+            captured, reads, any_size, by_first_rank = capture_call(
+                self._function, call, name, options, self._dispatch, agreement, shared, lookup
             )
             check_memory(captured.program, call, captured.carried, captured.constants)
+            stages.captured_on = agreement.members[0] if by_first_rank else None
             captured.program.notes += [*notes, *call.notes]
-            lookup.note_capture(captured, reads, any_size or (shared.capture if shared else None))
+            lookup.note_capture(captured, reads, any_size or (shared.own.capture if shared.own else None))
             dump.stage(0, "capture", captured.program)
         with stages.stage("partition"), DisableAutocast():
             captured.program.room = self._dispatch.room.times
@@ -224,7 +230,9 @@ class StepCompiler:
             dump.stage(1, "partition", local)
         choosing = self._choosing(pipeline, agreement, stages)
         with stages.stage("passes"), DisableAutocast(), choosing as pipeline:
-            program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
+            run = partial(options.run, local, pipeline, stages.noting(local, dump.on_pass))
+            is_one = lookup.has_one_program(local, agreement)
+            program, parts = _run_by_first_rank(run, stages, agreement, local.mesh) if is_one else run()
         lookup.verify(captured, local, program)
         return Made(captured, reads, any_size, local, added, state, pipeline, program, parts)
 
@@ -278,8 +286,7 @@ class StepCompiler:
         check_memory(captured.program, call, captured.carried, captured.constants)
         agreement.check_captured(text_of(captured, call, warm.number))
         self._dispatch.numbers.note_fixed(lookup.live, captured)
-        for name, flags in warm.flags.items():
-            vars(call.given.optimizers[name]).update(flags)
+        set_flags(call, warm.flags)
         state = prepare(call, local.inputs)
         return Made(captured, warm.reads, None, local, {}, state, pipeline, program, None, entry)
 
@@ -394,6 +401,27 @@ class StepCompiler:
         _, unequal = compare_edits(self._name, names, [*state.values()], made, ranks, gather)
         if unequal:
             raise EditedError(unequal)
+
+
+def _run_by_first_rank(
+    run: Callable[[], tuple[Program, Bundle | str | None]], stages: CompilePhases, agreement: Agreement, mesh: Mesh
+) -> tuple[Program, Bundle | str | None]:
+    """The program after the passes that the first rank runs for all. Where it cannot be sent, each rank runs them."""
+    made: tuple[Program, Bundle | str | None] | None = None
+
+    def work() -> bytes:
+        nonlocal made
+        made = run()
+        with suppress(Exception):  # of passes of the user's, too
+            return packed([program_to_data(made[0]), [asdict(each) for each in stages.passes]])
+        return b""
+
+    content = agreement.by_first_rank(work)
+    if made is not None or not content:
+        return made or run()
+    data, effects = unpacked(content)
+    stages.passes += [PassEffect(**each) for each in effects]
+    return program_from_data(data, mesh), None
 
 
 def first_runs(program: Program) -> list[Program]:

@@ -186,12 +186,18 @@ def _settings() -> list[str]:
 
 
 def _mesh(call: Call) -> dict[str, Any]:
-    """The mesh without the names of process groups, which differ from process to process."""
-    mesh = call.mesh
-    axes = [asdict(replace(axis, group="", gathers=str(bool(axis.gathers)))) for axis in (*mesh.axes, *mesh.subgroups)]
+    """The mesh as this rank sees it."""
+    coordinates = [axis.coordinate for axis in (*call.mesh.axes, *call.mesh.subgroups)]
+    return {**facts_of_mesh(call), "own": [dist.get_rank() if dist.is_initialized() else 0, coordinates]}
+
+
+def facts_of_mesh(call: Call) -> dict[str, Any]:
+    """The mesh as all ranks see it, without the names of process groups, which differ from process to process."""
+    axes = (*call.mesh.axes, *call.mesh.subgroups)
+    shown = [asdict(replace(axis, group="", gathers=str(bool(axis.gathers)), coordinate=0)) for axis in axes]
+    world = [dist.get_world_size(), str(dist.get_backend())] if dist.is_initialized() else []
     ranks = call.device_mesh.mesh.tolist()
-    own = [dist.get_rank(), dist.get_world_size(), str(dist.get_backend())] if dist.is_initialized() else []
-    return {"axes": axes, "ranks": ranks, "device": call.device_mesh.device_type, "own": own}
+    return {"axes": shown, "ranks": ranks, "device": call.device_mesh.device_type, "world": world}
 
 
 def _options(options: Options, describer: Describer) -> Iterator[Any]:

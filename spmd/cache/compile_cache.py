@@ -1,12 +1,14 @@
 """``CompileCache``: look for the entry of a call, on all ranks together; store what a compilation made.
 
 An entry has what capture, plan, partition and passes made of a call, on one rank, and what the trace read. Ranks take
-entries that were stored in one compilation, or compile.
+entries that were stored in one compilation, or compile. What the first rank captured is sent as data to the others,
+where all would capture the same: they bind it as they would an entry.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,33 +16,46 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from passes import Program, SpmdError, print_program
 
 from ..call.call import Call
+from ..call.state import submodules_of
 from ..capture.captured import Captured
 from ..capture.sizes.any_size import AnySize
 from ..capture.sizes.same_program import captured_the_same
+from ..interpreter.foreign_code import is_foreign_module
 from ..interpreter.source_lines import warn_user
 from ..options import Options
 from ..python_state.effects.carried import Carried
 from ..python_state.reads import Reads
 from ..ranks.consensus import Agreement
 from ..ranks.simulated import simulated
-from .call_key import facts_of_call, names_of
+from .call_key import facts_of_call, facts_of_mesh, names_of
 from .captured_data import captured_from_data, captured_to_data, constant_to_data
 from .described import Describer, digest_of
 from .folder import Folder, RefusedFolderError
 from .not_cached import NotCachedError
+from .packed import as_bytes, packed, unpacked
 from .program_data import program_from_data, program_to_data
 from .read_data import StoredReads, bind_reads, reads_to_data
 from .surroundings import functions, same_functions, surroundings
 
-_PROGRAMS = ("captured", "partitioned", "final")
 _TRIED = 32  # entries of one key that a call is compared with
+_PATIENT = 60.0  # seconds that ranks must be ready to wait, for one of them to capture for all
 _OF_SIZES = ("leaves", "inputs")  # facts of a call that have the sizes of its arguments
-_READ = (NotCachedError, RefusedFolderError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
+_READ = (
+    NotCachedError,
+    RefusedFolderError,
+    OSError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+)
 _UNDESCRIBED = (NotCachedError, RuntimeError)  # torch has no contents for some tensors, and Python an end of recursion
 
 
@@ -58,7 +73,10 @@ class Warm:
 
 @dataclass
 class Lookup:
-    """What a call is looked up by, and what the look-up found. ``why``: the reason that nothing can be stored."""
+    """What a call is looked up by, and what the look-up found.
+
+    ``why``: the reason that its capture cannot be data, and ``not_kept`` that its programs are not stored.
+    """
 
     call: Call
     function: Callable[..., Any]
@@ -67,6 +85,9 @@ class Lookup:
     key: str = ""
     number: str = ""
     why: str = ""
+    not_kept: str = ""
+    shared_key: str = ""  # equal on all ranks that would capture the same; empty if this one captures for itself
+    is_shared: bool = False  # whether the first rank captures for all
     warm: Warm | None = None
     is_on: bool = False
     verifies: bool = False
@@ -82,28 +103,34 @@ class Lookup:
 
     def agree(self, agreement: Agreement) -> None:
         """Settle on an entry that all ranks have, or on none; all call it together, whatever their own options are."""
-        own = json.dumps([uuid.uuid4().hex[:16], [*self.found], self.verifies])
+        own = json.dumps([uuid.uuid4().hex[:16], [*self.found], self.verifies, self.shared_key])
         gathered = [_entries(text) for text in agreement.all_gather_text(own)]
         if None in gathered:
             return  # some rank has come to another exchange, and the next one says so
         self.number = gathered[0][0]
-        self.verifies = any(verifies for *_, verifies in gathered)  # one rank cannot compile alone
-        common = [each for each in gathered[0][1] if all(each in found for _, found, _ in gathered)]
+        self.verifies = any(verifies for _, _, verifies, _ in gathered)  # one rank cannot compile alone
+        common = [each for each in gathered[0][1] if all(each in found for _, found, _, _ in gathered)]
         if common:
             self.warm = self.found[common[0]]
+        keys = {key for *_, key in gathered}
+        self.is_shared = not common and not self.verifies and len(keys) == 1 and keys != {""}
+
+    @property
+    def _is_kept(self) -> bool:
+        return self.folder is not None and not self.why and not self.not_kept
 
     def note_capture(self, captured: Captured, reads: Any, any_size: AnySize | None) -> None:
         """Take what the trace read as data, while nothing has changed since.
 
         ``any_size``: that the program was made from, by a trace of this call or of one before.
         """
-        if self.folder is None:
+        if self._data or not (self.is_shared or self.folder is not None):
             return
-        if not self.why:
+        if not self.why and (self.is_shared or self._is_kept):
             try:
                 self._take(captured, reads, any_size)
-            except _UNDESCRIBED as error:
-                self.why = str(error)
+            except Exception as error:  # as in ``_describe``
+                self.why = str(error) or type(error).__name__
         if self.why and any_size is not None:
             any_size.trace.setdefault("why", self.why)
 
@@ -117,8 +144,9 @@ class Lookup:
             raise NotCachedError("torch's switches changed since the trace that serves its sizes")
         if any_size is not None:
             any_size.trace.update(trace)
-        self._data = {name: trace[name] for name in ("reads", "functions", "flags")}
-        self._data |= {"capture": captured_to_data(captured, trace["constants"]), "values": self._values(captured)}
+        data = {name: trace[name] for name in ("reads", "functions", "flags")}
+        data |= {"capture": captured_to_data(captured, trace["constants"]), "values": self._values(captured)}
+        self._data = {**data, "captured": program_to_data(captured.program)}
 
     def _trace(self, captured: Captured, reads: Reads) -> dict[str, Any]:
         """The part of an entry that is the same for all sizes."""
@@ -132,25 +160,59 @@ class Lookup:
         live = {*captured.carried.leaves, *captured.carried.unread}
         return [[leaf.name, _value(leaf, live, self.names)] for leaf in self.call.given.leaves]
 
+    def send(self, captured: Program) -> bytes:
+        """The capture as bytes for the other ranks; none where it cannot be data.
+
+        Nor where the program computes with ints of a call, which rules ask for: data has them as they are now.
+        """
+        has_ints = any(isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool)) for node in captured.graph.nodes)
+        return b"" if self.why or has_ints else packed(self._data)
+
+    def receive(self, content: bytes, name: str) -> tuple[Captured, StoredReads]:
+        """The capture that another rank sent, bound to the objects of this one; ``name``: of the program.
+
+        Raises ``NotCachedError``, or another error, if it is not of such a call.
+        """
+        self._data = unpacked(content)
+        captured, reads = _bind_capture(self, self._data)
+        captured.program.name = name
+        set_flags(self.call, self._data["flags"])
+        return captured, reads
+
+    def forget(self) -> None:
+        """Keep nothing of a capture of another rank, which is not that of this one after all."""
+        self._data = {}
+
+    def has_one_program(self, local: Program, agreement: Agreement) -> bool:
+        """Whether all ranks have this partitioned program, down to each number, so that one may run passes for all."""
+        if not self.is_shared:
+            return False
+        own = ""
+        if not self.not_kept and local.stages is None:
+            with suppress(Exception):  # of modes of the user's, too
+                own = digest_of(program_to_data(local))
+        found = set(agreement.all_gather_text(own))
+        return len(found) == 1 and found != {""}
+
     def note_programs(self, captured: Program, partitioned: Program, program: Program) -> None:
         """Take the programs as data, and note in the report why there will be no entry."""
-        if self._data:
+        if self._data and self._is_kept:
             try:
-                programs = zip(_PROGRAMS, (captured, partitioned, program), strict=True)
-                self._data |= {name: program_to_data(each) for name, each in programs}
+                self._data["captured"] |= {"notes": captured.notes, "room": captured.room}
+                self._data |= {"partitioned": program_to_data(partitioned), "final": program_to_data(program)}
                 self._text = print_program(program)
             except _UNDESCRIBED as error:
-                self.why = str(error)
+                self.not_kept = str(error)
         if self.missed and self.warm is None:
             program.notes.append(f"compiled anew, though there is an entry for such a call: {self.missed}")
-        if self.is_on and self.why:
-            program.notes.append(f"not kept for later processes: {self.why}")
+        if self.is_on and (why := self.why or self.not_kept):
+            program.notes.append(f"not kept for later processes: {why}")
 
     def store(self) -> None:
         """Write an entry, unless there is one, or a reason not to. What the file system refuses is warned of."""
-        if self.folder is None or self.why or not self._data or self.warm is not None:
+        if self.folder is None or not self._is_kept or not self._data or self.warm is not None:
             return
-        files = {f"{name}.json": _bytes(data) for name, data in self._data.items()}
+        files = {f"{name}.json": as_bytes(data) for name, data in self._data.items()}
         files["program.py"] = self._text.encode()  # for people; nothing reads it
         try:
             self.folder.write(f"{self.key}-{self.number}-{_rank()}", files)
@@ -193,49 +255,75 @@ def look_up(
     options: Options,
     live: Carried,
     excluded: str,
+    shares: bool,
     agreement: Agreement,
 ) -> Lookup:
-    """Look for the entry of a call. All ranks call it together. ``excluded``: a reason that it can have none."""
-    lookup = Lookup(call, function, live, why=excluded)
-    setting = options.cache_option
+    """Look for the entry of a call. All ranks call it together.
+
+    ``excluded``: a reason that it can have none. ``shares``: whether one rank may capture for all.
+    """
+    lookup = Lookup(call, function, live, why=excluded or _not_data(call, options, live))
+    setting, connection = options.cache_option, agreement.connection
+    shares = shares and connection is not None and connection.timeout >= _PATIENT and not _has_library_modules(call)
     lookup.is_on = setting.folder is not None and simulated() is None
-    if setting.folder is not None and lookup.is_on and not lookup.why:
-        _find(lookup, name, options, setting.folder, live)
-        lookup.verifies = setting.verifies
+    if setting.folder is not None and lookup.is_on and not excluded:
+        lookup.folder, lookup.verifies = _opened(setting.folder), setting.verifies
+    if not lookup.why and (lookup.folder is not None or shares):
+        _describe(lookup, name, options, shares)
+    lookup.not_kept = _not_kept(call, options)
+    if lookup.folder is not None and not lookup.why:
+        _find(lookup, lookup.folder, name)
     lookup.agree(agreement)
     if lookup.warm is not None and lookup.folder is not None:
         lookup.folder.touch(lookup.folder.path / f"{lookup.key}-{lookup.warm.number}-{_rank()}")
     return lookup
 
 
-def _find(lookup: Lookup, name: str, options: Options, folder: Path, live: Carried) -> None:
+def _has_library_modules(call: Call) -> bool:
+    """Whether modules are of an installed library but torch.
+
+    Most of these read what no data holds, which the first rank would find out by a trace, while the others wait.
+    """
+    classes = {type(module) for _, module in submodules_of(call.given.modules)}
+    own = {sys.modules.get(each.__module__) for each in classes if not is_foreign_module(each.__module__)}
+    return any("-packages" in str(getattr(module, "__file__", "")) for module in own)
+
+
+def _opened(folder: Path) -> Folder | None:
+    try:
+        return Folder.open(folder)
+    except (OSError, RefusedFolderError) as error:
+        warn_user(f"compiled steps are not kept for later processes: {error}")
+        return None
+
+
+def _describe(lookup: Lookup, name: str, options: Options, shares: bool) -> None:
+    """Note the keys of a call: that of its entry on this rank, and that which ranks compare."""
     call = lookup.call
     try:
-        lookup.folder = Folder.open(folder)
-        lookup.why = _excluded(call, options, live)
-        if lookup.why:
-            return
         lookup.names = names_of(call)
         lookup.functions = functions()
         lookup._flags = _flags_of(call)
         lookup._slots = [slot.input.name for slot in call.slots]
         describer = Describer(lookup.names)
         step, _, _ = name.rpartition("/")  # the program's number says in which order calls came
-        facts = facts_of_call(step, lookup.function, call, options, live.leaves, describer)
+        facts = facts_of_call(step, lookup.function, call, options, lookup.live.leaves, describer)
         around = surroundings()
-        lookup.key = digest_of([facts, around])
-        lookup._context = digest_of([{k: v for k, v in facts.items() if k not in _OF_SIZES}, around])
-    except _UNDESCRIBED as error:
-        lookup.why = str(error)
+    except Exception as error:  # of objects of the user's, too: the step compiles all the same
+        lookup.why = str(error) or type(error).__name__
         return
-    except (OSError, RefusedFolderError) as error:
-        lookup.folder, lookup.why = None, str(error)
-        warn_user(f"compiled steps are not kept for later processes: {error}")
-        return
-    own = [each for each in lookup.folder.entries(f"{lookup.key}-") if each.name.endswith(f"-{_rank()}")]
-    for entry in own[:_TRIED]:
+    lookup.key = digest_of([facts, around])
+    lookup._context = digest_of([{k: v for k, v in facts.items() if k not in _OF_SIZES}, around])
+    if shares:
+        lookup.shared_key = digest_of([{**facts, "mesh": facts_of_mesh(call)}, around])
+
+
+def _find(lookup: Lookup, folder: Folder, name: str) -> None:
+    """Bind the entries that this rank has for the call."""
+    own = [each for each in folder.entries(f"{lookup.key}-") if each.name.endswith(f"-{_rank()}")]
+    for entry in () if lookup.not_kept else own[:_TRIED]:
         try:
-            warm = _bind(lookup, lookup.folder, entry)
+            warm = _bind(lookup, folder, entry)
             for program in (warm.captured.program, warm.partitioned, warm.program):
                 program.name = name
             lookup.found[warm.number] = warm
@@ -243,10 +331,19 @@ def _find(lookup: Lookup, name: str, options: Options, folder: Path, live: Carri
             lookup.missed = lookup.missed or f"{error}" or type(error).__name__
 
 
-def _excluded(call: Call, options: Options, live: Carried) -> str:
-    """Why a call has no entry: options with code of the user's, or what entries do not hold yet."""
+def _not_data(call: Call, options: Options, live: Carried) -> str:
+    """Why the capture of a call is no data: code of the user's that it depends on, or what data does not hold yet."""
     reasons = {
         "it has overrides": options.overrides,
+        "it has a GradScaler": call.given.scalers,
+        "numbers of its state changed": live.numbers or live.sites or live.counters,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _not_kept(call: Call, options: Options) -> str:
+    """Why programs are not kept whose capture is data: options with code of the user's, or what entries do not hold."""
+    reasons = {
         "it has a gm_transformation": options.gm_transformation,
         "it has a backend": options.backend != "aten",
         "its programs are edited": options.program,
@@ -256,23 +353,29 @@ def _excluded(call: Call, options: Options, live: Carried) -> str:
         "it runs micro-batches": options.mode.micro_batches > 1,
         "it is dumped": options.dump_folder,
         "ranks have unequal numbers of rows": call.uneven,
-        "it has a GradScaler": call.given.scalers,
-        "numbers of its state changed": live.numbers or live.sites or live.counters,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _bind(lookup: Lookup, folder: Folder, entry: Path) -> Warm:
     """Bind an entry to the objects of a call. Raises one of ``_READ`` if it is damaged, or not of such a call."""
+    contents = folder.read(entry).items()
+    data = {name.removesuffix(".json"): json.loads(each) for name, each in contents if name.endswith(".json")}
+    captured, reads = _bind_capture(lookup, data)
+    partitioned, program = (program_from_data(data[name], lookup.call.mesh) for name in ("partitioned", "final"))
+    return Warm(captured, partitioned, program, reads, data["flags"], entry.name.split("-")[1])
+
+
+def _bind_capture(lookup: Lookup, data: Mapping[str, Any]) -> tuple[Captured, StoredReads]:
+    """Bind what was captured, and the reads of its trace. Raises one of ``_READ`` if it is not of such a call."""
     call = lookup.call
-    files = {name: json.loads(content) for name, content in folder.read(entry).items() if name.endswith(".json")}
-    if module := same_functions(files["functions.json"], lookup.functions):
+    if module := same_functions(data["functions"], lookup.functions):
         raise NotCachedError(f"{module} has other functions than it had")
-    reads, _ = bind_reads(files["reads.json"], lookup.function, call.given.leaves, lookup.names)
-    captured_program, partitioned, program = (program_from_data(files[f"{name}.json"], call.mesh) for name in _PROGRAMS)
-    captured_program.annotations = call.annotations
-    captured = captured_from_data(files["capture.json"], captured_program, reads)
-    if json.loads(json.dumps(lookup._values(captured))) != files["values.json"]:
+    reads, _ = bind_reads(data["reads"], lookup.function, call.given.leaves, lookup.names)
+    program = program_from_data(data["captured"], call.mesh)
+    program.annotations = call.annotations
+    captured = captured_from_data(data["capture"], program, reads)
+    if json.loads(json.dumps(lookup._values(captured))) != data["values"]:
         raise NotCachedError("a number or text among the arguments is another one")
     numbers = [
         *(each.get() for each in call.hyper_parameters),
@@ -280,7 +383,13 @@ def _bind(lookup: Lookup, folder: Folder, entry: Path) -> Warm:
     ]
     if captured.carried.counters or not captured.guards.hold(numbers):
         raise NotCachedError("numbers lead to another branch")
-    return Warm(captured, partitioned, program, reads, files["flags.json"], entry.name.split("-")[1])
+    return captured, reads
+
+
+def set_flags(call: Call, flags: Mapping[str, Mapping[str, bool]]) -> None:
+    """Leave the flags on optimizers that a trace leaves."""
+    for name, changed in flags.items():
+        vars(call.given.optimizers[name]).update(changed)
 
 
 def _flags_of(call: Call) -> dict[str, dict[str, bool]]:
@@ -307,10 +416,6 @@ def _value(leaf: Any, live: set[str], names: Mapping[int, str]) -> Any:
     if leaf.name in live or not isinstance(leaf.value, plain):
         return [type(leaf.value).__qualname__]
     return Describer(names).of(leaf.value)
-
-
-def _bytes(data: Any) -> bytes:
-    return json.dumps(data, separators=(",", ":")).encode()
 
 
 def _rank() -> int:

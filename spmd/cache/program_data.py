@@ -20,6 +20,7 @@ from passes import Input, Memory, Mesh, Output, OutputKind, Part, Program, Role
 from passes._torch import SYMBOLIC_FUNCTIONS
 from passes.ir.collectives import Collective, Kind
 from passes.ir.meta import KEYS
+from passes.ir.origin import Origin
 from passes.ir.roles import Phase
 from passes.ir.schemas import position_of
 from passes.runtime import arena, collective_ops, ctc_loss, host_memory, random, rooms
@@ -37,7 +38,7 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(operator.neg, operator.pow, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
     *(operator.and_, operator.or_, operator.not_, math.floor, math.ceil, math.trunc),
 )
-_META = {key.name for key in KEYS} - {"origin"}  # which only capture and the partitioner read
+_META = {key.name for key in KEYS}
 
 
 def program_to_data(program: Program) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class StoredProgram(Program):
     @property
     def node_count(self) -> int:
         """The number of nodes, for which the graph need not be made."""
-        return self.stored_nodes
+        return len(self.graph.nodes) if "graph_module" in vars(self) else self.stored_nodes
 
     @property
     def assignment(self) -> Any:
@@ -190,9 +191,15 @@ class _Writer:
                 found[key] = placement_to_data(value)
             elif key == "computes":
                 found[key] = _op(value)
+            elif key == "origin":
+                found[key] = [self.part(getattr(value, each.name)) for each in fields(value)]
             elif key in _META or "." in key:
                 found[key] = self.text(str(value)) if isinstance(value, str) else {"value": scalar_to_data(value)}
         return found
+
+    def part(self, value: Any) -> Any:
+        """A field of an origin: a text by its number in a list, anything else as it is."""
+        return [self.text(str(value))] if isinstance(value, str) else scalar_to_data(value)
 
     def val(self, val: Any) -> Any:
         """The spec of a fake tensor by its number, a number as it is; None for anything else, which nothing reads."""
@@ -268,7 +275,13 @@ class _Reader:
                 return _find_op(value)
             case "phase":
                 return Phase(self.texts[value])
+            case "origin":
+                number, phase, *others = map(self.part, value)
+                return Origin(number, Phase(phase), *others)
         return scalar_from_data(value["value"]) if isinstance(value, dict) else self.texts[value]
+
+    def part(self, value: Any) -> Any:
+        return self.texts[value[0]] if isinstance(value, list) else scalar_from_data(value)
 
     def val(self, value: Any) -> Any:
         if not isinstance(value, dict):

@@ -62,7 +62,7 @@ class Compilation:
 
     ``reason``: the first difference between the call and the nearest program of before, as ``x: f32[4] -> f32[2]``.
     ``call``: the number of the call among those of the step, from 1. ``seconds``: of compiling. ``is_kept``: whether a
-    later call may run it.
+    later call may run it. ``captured_on``: the rank that captured the step for all; None where each did, or none.
     """
 
     program: str
@@ -70,6 +70,7 @@ class Compilation:
     call: int
     seconds: float
     is_kept: bool = True
+    captured_on: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,13 @@ class Recompiles:
         for heading in ("program", "compiled because of", "call", "seconds", "kept"):
             is_number = heading in ("call", "seconds")
             table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+        if any(each.captured_on is not None for each in self):
+            table.add_column("captured on")
         for each in self:
             kept = "yes" if each.is_kept else "no"
-            cells = each.program, each.reason, f"{each.call:,}", f"{each.seconds:.1f}", kept
-            table.add_row(*map(Text, cells))
+            rank = "each rank" if each.captured_on is None else f"rank {each.captured_on}"
+            cells = each.program, each.reason, f"{each.call:,}", f"{each.seconds:.1f}", kept, rank
+            table.add_row(*map(Text, cells[: len(table.columns)]))
         return table
 
     def __str__(self) -> str:

@@ -153,17 +153,25 @@ class Connection:
             if peers is not None:
                 peers.start_call(call)
 
-    def all_gather_text(self, text: str, what: str) -> list[str]:
-        """Every rank's ``text``, in the order of the mesh."""
+    def all_gather_text(self, text: str, what: str, first_line: float | None = None) -> list[str]:
+        """Every rank's ``text``, in the order of the mesh. ``first_line``: seconds until a log says who is missing."""
         rows = [text.encode()]
         for group in reversed(self.groups):  # from the innermost axis on
-            rows = self._all_gather(rows, group, what)
+            rows = self._all_gather(rows, group, what, first_line)
         return [row.decode() for row in rows]
 
-    def _all_gather(self, rows: list[bytes], group: Any, what: str) -> list[bytes]:
+    def broadcast(self, content: bytes, length: int, what: str) -> bytes:
+        """The ``content`` of the first rank of the mesh, on every rank; its ``length`` is known to all."""
+        taken = torch.frombuffer(bytearray(content.ljust(length)), dtype=torch.uint8)
+        for group in self.groups:  # from the outermost axis on: the first rank of a group has it, or none of them yet
+            work = dist.broadcast(taken, group=group, group_src=0, async_op=True)
+            self._patience(what).wait(partial(is_done, work))
+        return taken.numpy().tobytes()
+
+    def _all_gather(self, rows: list[bytes], group: Any, what: str, first_line: float | None) -> list[bytes]:
         lengths = torch.zeros(group.size(), len(rows), dtype=torch.int64)
         lengths[group.rank()] = torch.tensor([len(row) for row in rows])
-        lengths = self._all_reduce(lengths, group, what)
+        lengths = self._all_reduce(lengths, group, what, first_line=first_line)
         longest = max(1, int(lengths.sum(1).max()))
         mine = torch.frombuffer(bytearray(b"".join(rows).ljust(longest)), dtype=torch.uint8)
         parts = torch.empty(group.size() * longest, dtype=torch.uint8)
@@ -175,15 +183,17 @@ class Connection:
             for row in part[: sum(sizes)].split(sizes)
         ]
 
-    def _all_reduce(self, values: torch.Tensor, group: Any, what: str, timeout: float | None = None) -> torch.Tensor:
+    def _all_reduce(
+        self, values: torch.Tensor, group: Any, what: str, timeout: float | None = None, first_line: float | None = None
+    ) -> torch.Tensor:
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True)
-        self._patience(what, timeout).wait(partial(is_done, work))
+        self._patience(what, timeout, first_line).wait(partial(is_done, work))
         return values
 
-    def _patience(self, what: str, timeout: float | None = None) -> Patience:
+    def _patience(self, what: str, timeout: float | None = None, first_line: float | None = None) -> Patience:
         self._waits += 1
-        seconds = self.timeout if timeout is None else timeout
-        return Patience(what, f"{self._name}/{self._waits}", self.members, seconds, self._store, self._check)
+        seconds, name = self.timeout if timeout is None else timeout, f"{self._name}/{self._waits}"
+        return Patience(what, name, self.members, seconds, self._store, self._check, first_line)
 
     def _check(self) -> None:
         if self.board.has_any():

@@ -24,7 +24,7 @@ from passes.runtime.peer_connection import PeerLostError
 from .connection import Connection, connect, report_interrupt
 from .failures import StateIs, described
 from .members import Members
-from .patience import LateError
+from .patience import PATIENT, LateError
 from .printed_errors import leave_to_first_rank
 from .simulated import simulated
 from .standing import ALONE, Standing
@@ -224,6 +224,23 @@ class Agreement:
         self._is_reported = False
         return texts
 
+    def by_first_rank(self, work: Callable[[], bytes]) -> bytes:
+        """The result of ``work`` on the first rank of the mesh, for which the others wait; empty there if it raises."""
+        try:
+            content = work() if self.is_first_rank else b""
+        except Exception:
+            self._broadcast(b"")
+            raise
+        return self._broadcast(content)
+
+    def _broadcast(self, content: bytes) -> bytes:
+        (_, length), *_ = self._all_gather(["so far", len(content)], PATIENT)
+        self._is_reported = False
+        if self.connection is None or not length:
+            return content if self.connection is None else b""
+        with notifying(self.connection, self.what):
+            return self.connection.broadcast(content, length, f"the end of compiling {self.what}")
+
     def check_captured(self, text: str) -> None:
         """Raise ``RankMismatchError`` where ranks passed other values, and captured another program for that reason.
 
@@ -257,12 +274,12 @@ class Agreement:
         self.is_reached = True
         return list(gathered[0][1])
 
-    def _all_gather(self, values: list[Any]) -> list[list[Any]]:
+    def _all_gather(self, values: list[Any], first_line: float | None = None) -> list[list[Any]]:
         """Every rank's ``values``: a state, and what belongs to it. Raises ``RankMismatchError`` if a rank failed."""
         self._is_reported = True
         if self.connection is None:
             return [values]
-        gathered = self._gather(values, self.connection)
+        gathered = self._gather(values, self.connection, first_line)
         for rank, (state, detail, *_) in zip(self.connection.members.ranks, gathered, strict=True):
             if state == "failed":
                 raise RankMismatchError(f"{self.what} was not compiled on any rank, since rank {rank} failed: {detail}")
@@ -278,9 +295,9 @@ class Agreement:
             if first == own and not self.is_first_rank:
                 leave_to_first_rank(error, self.members[0], dist.get_rank())
 
-    def _gather(self, values: list[Any], connection: Connection) -> list[Any]:
+    def _gather(self, values: list[Any], connection: Connection, first_line: float | None = None) -> list[Any]:
         with notifying(connection, self.what):
-            texts = connection.all_gather_text(json.dumps(values), f"the end of compiling {self.what}")
+            texts = connection.all_gather_text(json.dumps(values), f"the end of compiling {self.what}", first_line)
         return [json.loads(text) for text in texts]
 
 

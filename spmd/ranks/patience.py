@@ -21,6 +21,7 @@ from .members import Members
 _SLICE = 1.0  # seconds
 _POLL = 0.01  # seconds between two looks into the store
 _FIRST, _AGAIN = 10.0, 60.0  # seconds after which rank 0, or the first rank that waits, says who is missing
+PATIENT = 60.0  # the same where ranks wait for one that works for them
 _log = logging.getLogger("spmd")
 
 
@@ -42,6 +43,7 @@ class Patience:
     seconds: float
     store: Any
     check: Callable[[], None]
+    first_line: float | None = None
 
     def wait(self, is_over: Callable[[float], bool]) -> None:
         """Wait until ``is_over(seconds)``, which takes at most these seconds, returns True.
@@ -60,7 +62,7 @@ class Patience:
 
     @interruptible
     def _wait_on(self, is_over: Callable[[float], bool], start: float) -> None:
-        next_line = _FIRST
+        next_line = self.first_line or _FIRST
         while True:
             self.check()
             waited = time.monotonic() - start

@@ -26,7 +26,7 @@ CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD momentum")
 
 
 def interrupted(rank: int, world: int, package: str, file: str, function: str, called_by: str) -> tuple[str, str]:
-    """Rank 1 is interrupted in a function, as if code of ``package`` ran. What that and the next call do."""
+    """Rank 0 is interrupted while it traces, as if code of ``package`` ran. What that and the next call do."""
     objects, step = CASE.build(), spmd.compile(CASE.step)
     message, sent = "nothing was raised", []
 
@@ -44,7 +44,7 @@ def interrupted(rank: int, world: int, package: str, file: str, function: str, c
     thresholds = gc.get_threshold()
     gc.set_threshold(500)  # the collector comes often
     try:
-        sys.setprofile(interrupt if rank == 1 else None)
+        sys.setprofile(interrupt if rank == 0 else None)
         step(*objects, *CASE.part(rank, 0))
     except (KeyboardInterrupt, spmd.RankFailedError) as error:
         message = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
@@ -53,7 +53,7 @@ def interrupted(rank: int, world: int, package: str, file: str, function: str, c
         gc.set_threshold(*thresholds)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the pool has it
-    assert bool(sent) == (rank == 1)
+    assert bool(sent) == (rank == 0)
     return message, str(float(step(*objects, *CASE.part(rank, 0))))
 
 
@@ -70,9 +70,9 @@ def test_an_interrupt_ends_the_call_and_changes_nothing(
     ranks: Ranks, place: tuple[str, str, str], called_by: str
 ) -> None:
     outcomes = ranks.run(2, interrupted, *place, called_by, timeout=120)
-    (other, first), (own, second) = outcomes
+    (own, first), (other, second) = outcomes
     assert own.startswith("KeyboardInterrupt") and "its state is as before the call" in own
-    assert "along dp, rank 1 raised KeyboardInterrupt" in other
+    assert "along dp, rank 0 raised KeyboardInterrupt" in other
     assert first == second
 
 
