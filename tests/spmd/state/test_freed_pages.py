@@ -25,7 +25,7 @@ def test_freed_blocks_are_no_resident_memory_any_more() -> None:
 
 def test_each_program_gives_pages_back_before_it_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    monkeypatch.setattr("spmd.compiled.return_freed_pages", lambda: events.append("given back"))
+    monkeypatch.setattr("spmd.running.compiled.return_freed_pages", lambda: events.append("given back"))
 
     run = Executable.__call__
     monkeypatch.setattr(Executable, "__call__", lambda self, inputs: (events.append("run"), run(self, inputs))[1])

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import spmd
-from spmd import capture_call, dispatch
+from spmd import capture_call
 from spmd.cache import compile_cache
+from spmd.running import kept_programs
 from tests.harness.pool import Ranks
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -339,7 +340,7 @@ def test_all_ranks_keep_a_trace_for_other_sizes_or_none(ranks: Ranks) -> None:
 
 
 def test_programs_of_one_capture_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_MOST_NODES", 8)  # of 3 in each program
+    monkeypatch.setattr(kept_programs, "_MOST_NODES", 8)  # of 3 in each program
     compiled = spmd.compile(lambda x: x.sum())
     with counted_captures() as traced:
         for size in (2, 3, 4, 5, 6, 3):
@@ -349,7 +350,7 @@ def test_programs_of_one_capture_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("alone")
 def test_many_sizes_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_MANY", 3)
+    monkeypatch.setattr(kept_programs, "_MANY", 3)
     step = spmd.compile(lambda x: x * 2)
     with pytest.warns(UserWarning, match=r"compiled 3 programs that differ in sizes .*x: .*pad to a few") as found:
         for length in range(2, 9):
