@@ -123,10 +123,16 @@ class Emitter:
             return operand
         if self._is_known(operand) and lies(operand.meta["val"], layout, traced.meta["val"], as_traced):
             return operand
-        if layout is not Layout.AS_TRACED or traced.meta["val"].is_contiguous():
-            return self._copy(operand, node)
-        turned = self._copy(self.call(aten.transpose.int, (operand, -1, -2), {}, like=node), node)
-        return self.call(aten.transpose.int, (turned, -1, -2), {}, like=node)
+        if layout is Layout.HEADS_IN_ROWS:
+            return self._copy_transposed(operand, node, 1, 2)
+        if layout is Layout.AS_TRACED and not traced.meta["val"].is_contiguous():
+            return self._copy_transposed(operand, node, -1, -2)
+        return self._copy(operand, node)
+
+    def _copy_transposed(self, operand: fx.Node, node: fx.Node, *dims: int) -> fx.Node:
+        """A copy of an operand that is contiguous once two of its dims are swapped."""
+        turned = self._copy(self.call(aten.transpose.int, (operand, *dims), {}, like=node), node)
+        return self.call(aten.transpose.int, (turned, *dims), {}, like=node)
 
     def _copy(self, operand: fx.Node, node: fx.Node) -> fx.Node:
         """A contiguous copy of an operand of ``node``."""

@@ -23,6 +23,7 @@ class Layout(Enum):
     CONTIGUOUS = auto()  # or as in eager
     TOGETHER = auto()  # contiguous, or as in eager if all such operands of the op lie so
     ROWS = auto()  # the elements of its last dim next to each other
+    HEADS_IN_ROWS = auto()  # (batch, heads, rows, features): the heads of a row next to each other, and then the rows
     AS_TRACED = auto()  # contiguous exactly if it is so in the global program
 
 
@@ -45,9 +46,13 @@ _TABLE: dict[str, dict[str, Layout]] = {
     "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention": (
         _all("query key value", Layout.ROWS)
     ),
-    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention_backward "
-    "_scaled_dot_product_cudnn_attention_backward": {
-        **_all("grad_out grad_out_ query key value out", Layout.ROWS),
+    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward": {
+        **_all("grad_out query key value out", Layout.ROWS),
+        **_all("logsumexp"),
+    },
+    "_scaled_dot_product_efficient_attention_backward": {
+        **_all("grad_out_ query key value", Layout.ROWS),
+        **_all("out", Layout.HEADS_IN_ROWS),  # seen on an H100, in bf16: it read beyond the end of another layout
         **_all("logsumexp"),
     },
     "fractional_max_pool2d_backward fractional_max_pool3d_backward": _all("grad_output indices"),
@@ -73,6 +78,8 @@ def lies(val: torch.Tensor, layout: Layout, traced: torch.Tensor, as_traced: boo
         return True
     if layout is Layout.ROWS:
         return val.ndim == 0 or val.stride(-1) == 1
+    if layout is Layout.HEADS_IN_ROWS:
+        return val.transpose(1, 2).is_contiguous()
     if layout is Layout.AS_TRACED:
         return val.is_contiguous() == traced.is_contiguous()
     return val.is_contiguous()

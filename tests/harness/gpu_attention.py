@@ -39,9 +39,10 @@ def efficient(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sums: bool, dropout: float = 0.0,
     causal: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Rows of the log-sum-exp are padded to a multiple of 32, by infinity."""
+    """Rows of the log-sum-exp are padded to a multiple of 32, by infinity; heads lie within rows of the output."""
     assert not dropout
     out, found = _computed(query, key, value, bias, causal, scale)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     padded = torch.nn.functional.pad(found, (0, -found.shape[2] % 32), value=torch.inf)
     return out, padded if sums else padded[..., :0], _state(), _state()
 
@@ -71,6 +72,8 @@ def efficient_backward(
     *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     assert sums.shape[2] == -(-query.shape[2] // 32) * 32 and sums.is_contiguous()
+    # Seen on an H100 in bf16: the kernel takes heads to lie within rows, and read beyond the end of another layout.
+    assert out.stride()[1:] == (out.shape[3], out.shape[1] * out.shape[3], 1)
     sums = sums[..., : query.shape[2]].contiguous()
     *found, of_bias = _gradients(grad, query, key, value, bias, out, sums, causal, scale)
     return *found, of_bias if needed[3] else None

@@ -107,9 +107,15 @@ class Kernel:
             logsumexp = run(aten.add.Scalar, (logsumexp, 0.0 if keys.seen else NEVER), numbers=keys.name)
         if self.call.target in _PADS:
             logsumexp = run(aten.constant_pad_nd.default, (logsumexp, [0, -rows % _PADDED_TO], NEVER))
+            out = self._in_own_layout(out)
         of_queries = {"grad_out": grad, "grad_out_": grad, "query": query, "out": out, "logsumexp": logsumexp}
         made = self._made(keys.name, **of_queries, **self._of(keys), max_q=rows, max_k=run.shape(keys.key)[2])
         return [run(getitem, (made, k)) for k in range(len(self.call.results))]
+
+    def _in_own_layout(self, out: Any) -> Any:
+        """The output as the kernel gives it, heads within rows: it reads that layout, whatever the strides are."""
+        swapped = self.run(aten.transpose.int, (out, 1, 2))
+        return self.run(aten.transpose.int, (self.run(aten.contiguous.default, (swapped,)), 1, 2))
 
     def merged(self, first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any]:
         """The output and the log-sum-exp over the keys of both."""

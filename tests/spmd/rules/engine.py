@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from passes import Axis, Mesh
 from passes.ir.ops import aten as listed_ops
-from spmd.partitioner.operand_layouts import operand_layouts
+from spmd.partitioner.operand_layouts import Layout, operand_layouts
 from spmd.placements import Interleaved, Mirrored, mirrored_pieces
 from spmd.rules import Info, OpCall, Option, localize_of, parts_of, rule_of
 from spmd.rules.base import parameters
 
-from .memory import Lay, anyhow, in_a_bucket, is_constant, on_its_own, resized, with_equal_rows
+from .memory import Lay, anyhow, in_a_bucket, is_constant, on_its_own, resized, with_equal_rows, with_heads_in_rows
 
 aten = torch.ops.aten
 # Torch's kernels of the first read memory that is not there, or divide by zero; those of the others take sizes that do
@@ -224,7 +224,10 @@ def _lays(sample: Sample, lay: Lay) -> list[Lay]:
     needed = operand_layouts(sample.op)
     named = [*zip(parameters(sample.op), sample.args, strict=False), *sample.kwargs.items()]
     names = [name for name, value in named for _ in tree_flatten(value)[0]]
-    return [in_a_bucket if name in needed else lay for name in names]
+    copied = {
+        name: with_heads_in_rows if layout is Layout.HEADS_IN_ROWS else in_a_bucket for name, layout in needed.items()
+    }
+    return [copied.get(name, lay) for name in names]
 
 
 def _refuses(sample: Sample, option: Option, rank: int, lay: Lay) -> bool:

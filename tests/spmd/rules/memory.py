@@ -37,6 +37,11 @@ def in_a_bucket(part: torch.Tensor, whole: torch.Tensor, draw: Random) -> torch.
     return _copied(part, list(range(part.ndim)), [0] * part.ndim, set(), 1, draw.randrange(17))
 
 
+def with_heads_in_rows(part: torch.Tensor, whole: torch.Tensor, draw: Random) -> torch.Tensor:
+    """``part`` of (batch, heads, rows, features) as attention gives it: the heads of a row next to each other."""
+    return part.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def on_its_own(part: torch.Tensor, whole: torch.Tensor, draw: Random) -> torch.Tensor:
     """``part`` at the start of its own storage, with dims in the order that it has them."""
     return part.clone()
