@@ -100,16 +100,7 @@ PARTS: dict[str, tuple[Callable[[int, int], nn.Module], tuple[int, int], dict[st
 
 def main() -> None:
     """Run the parts, print their tables, write the figures."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.roles", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=5, help="%(default)s")
-    parser.add_argument("--smoke", action="store_true", help="16 tokens, a width of 32, one mode")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args(sys.argv[1:])
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"there are {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
+    options = parse(sys.argv[1:])
     found = {name: measure(name, options) for name in options.parts or PARTS}
     for name, systems in found.items():
         table, one = Table(title=name), systems[ALONE]
@@ -128,6 +119,21 @@ def main() -> None:
         Console(highlight=False).print(table)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
+
+
+def parse(given: list[str]) -> argparse.Namespace:
+    """The options, checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.roles", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=5, help="%(default)s")
+    parser.add_argument("--smoke", action="store_true", help="16 tokens, a width of 32, one mode")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args(given)
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"there are {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
+    return options
 
 
 def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import train_gpt
 from rich.console import Console
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from benchmarks import auto, gpu_day, resident
+from benchmarks import auto, gpu_day, resident, roles
 from spmd.cli import commands as spmd_command
 from spmd.rules import RULES
 from tests.harness.api_page import page as api_page
@@ -134,6 +134,8 @@ def test_commands_can_be_given(document: str, command: str) -> None:
             gpu_day.parse(options)
         case ["python", "-m", "benchmarks.auto", *options]:
             auto.parse(options)
+        case ["python", "-m", "benchmarks.roles", *options]:
+            roles.parse(options)
         case ["python", script, *_]:
             assert (ROOT / script).exists()
         case ["pytest", *options]:
