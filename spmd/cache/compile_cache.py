@@ -163,10 +163,13 @@ class Lookup:
     def send(self, captured: Program) -> bytes:
         """The capture as bytes for the other ranks; none where it cannot be data.
 
-        Nor where the program computes with ints of a call, which rules ask for: data has them as they are now.
+        Nor where the program computes with ints of a call, which rules ask for: data has them as they are now; nor with
+        floats that only a call knows (Adafactor reads a tensor's), which data has not.
         """
-        has_ints = any(isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool)) for node in captured.graph.nodes)
-        return b"" if self.why or has_ints else packed(self._data)
+        vals = [node.meta.get("val") for node in captured.graph.nodes]
+        has_ints = any(isinstance(val, (torch.SymInt, torch.SymBool)) for val in vals)
+        has_unknown = any(isinstance(val, torch.SymFloat) and val.node.hint is None for val in vals)
+        return b"" if self.why or has_ints or has_unknown else packed(self._data)
 
     def receive(self, content: bytes, name: str) -> tuple[Captured, StoredReads]:
         """The capture that another rank sent, bound to the objects of this one; ``name``: of the program.
