@@ -13,11 +13,10 @@ import torch
 from torch import fx
 
 from passes import Program
-from passes.analysis.aliases import is_view
 from passes.ir.edit import insert_before
 
 from ..micro_batches.accumulate import add_input
-from .place_nodes import Placed
+from .place_nodes import Placed, source_of
 
 aten = torch.ops.aten
 
@@ -42,7 +41,7 @@ def _terms_by_rank(grown: fx.Node, placed: Placed) -> list[list[fx.Node]]:
     """The terms of the sum that grows, by the rank that computes them; one of no stage goes with the first."""
     groups: dict[int, list[fx.Node]] = {}
     for term in _terms(grown.args[1], grown) if grown.target is aten.add.Tensor else ():
-        source = _source(term)
+        source = source_of(term)
         rank = placed.stages[source] % placed.ranks if source in placed.stages else next(iter(groups), 0)
         groups.setdefault(rank, []).append(term)
     return list(groups.values())
@@ -56,13 +55,6 @@ def _terms(node: Any, grown: fx.Node) -> list[fx.Node]:
     if not is_sum or any(_type(each) != _type(grown) for each in node.args):
         return [node]
     return [term for each in node.args for term in _terms(each, grown)]
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """What a view is taken of, which may be on another stage."""
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _type(node: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from passes import OutputKind, PartitionError, Phase, Program, Role
+from passes.analysis.aliases import is_view
 from passes.analysis.reachability import ancestors, descendants
 from passes.ir.collectives import is_collective, is_wait
 
@@ -216,7 +217,7 @@ class _Placing:
                 rest = [each for each in node.all_input_nodes if each not in self.free and each not in reads]
                 lower = max(readers, default=self.count)
                 fixed = is_collective(node) or is_wait(node) or node.target is operator.getitem or bool(rest)
-                if fixed or lower >= self.stages[node] or any(each in self._available for each in reads):
+                if fixed or lower >= self.stages[node] or any(source_of(each) in self._available for each in reads):
                     continue
                 sent = sum(_bytes(each) for each in reads if lower not in self._readers(each, node))
                 if sent <= _bytes(node) and all(isinstance(each.meta.get("val"), torch.Tensor) for each in reads):
@@ -314,6 +315,13 @@ class _Placing:
     def _check_known(self, node: fx.Node) -> None:
         if node in self.run_each and node not in self.fixed:
             raise PartitionError(f"{described(node)} is read behind all micro-batches, of which each has its own")
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """What a view is taken of, which is what stages send."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _until(values: Iterable[fx.Node], ends: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:

@@ -130,7 +130,7 @@ class _Rows:
         if source is self.sort:
             self.keys |= {node} if index == 0 else set()
             self.numbers |= {node: 1} if index == 1 else {}
-        elif name_of(source.target) in _SORTS:
+        elif _args(source)[0] in self.numbers:  # their order was sorted
             self.numbers |= {node: _INVERSE} if index == 1 else {}
             return index == 1 or not node.users
         return True
@@ -169,6 +169,8 @@ class _Rows:
     def _rows_taken(self, node: fx.Node, source: fx.Node, of: int) -> bool:
         if of == _INVERSE:
             return self.placed.get(source) == self.own and self._set(node, [self.own, self.own], S(0))
+        if of == 1 and _base(source) is _base(self.given):
+            self.keys.add(node)
         return self._has_tokens(source, of) and self._set(node, [S(0), self.own], self.own)
 
     def _rows_put(self, node: fx.Node, name: str, target: fx.Node, values: fx.Node, of: int) -> bool:

@@ -63,7 +63,11 @@ def given(model: type[nn.Module], ranks: int = 4) -> tuple[Any, ...]:
 def forward(x: Tensor, weight: Tensor, scores: Tensor, change: str = "") -> Tensor:
     """A layer in which one thing needs the order of all rows, or nothing."""
     chosen = scores.topk(2).indices
-    experts, order = (chosen if change != "may be below zero" else chosen - 1).flatten().sort()
+    keys = (chosen if change != "may be below zero" else chosen - 1).flatten()
+    experts, order = keys.sort()
+    if change == "looked up":
+        order = keys.argsort()
+        experts = keys[order]
     counts = torch.histc(experts.float(), 4, 0, 3)
     ends = (counts.cumsum(0) if change != "no ends" else counts.cumsum(0).cumsum(0)).int()
     rows = x[order // 2]
@@ -78,6 +82,8 @@ def forward(x: Tensor, weight: Tensor, scores: Tensor, change: str = "") -> Tens
             rows = rows + order[:, None]
         case "best row":
             rows = rows - rows.amax(0)
+        case "rows of columns":
+            return rows[rows.sort(1).indices].sum() + product(rows, weight, ends).sum()
     out = product(rows, weight, ends)
     if change == "is returned":
         return out
@@ -92,7 +98,7 @@ def orders(change: str, roles: tuple[AxisRole, ...] = (AxisRole.BATCH,)) -> Any:
 
 @pytest.mark.parametrize("change", [
     *("may be below zero", "no ends", "draws", "pairs of rows", "tokens beside rows", "positions", "best row"),
-    *("is returned", "other tokens"),
+    *("is returned", "other tokens", "rows of columns"),
 ])  # fmt: skip
 def test_what_needs_the_order_of_all_rows_is_seen(change: str) -> None:
     assert not orders(change)
@@ -102,6 +108,7 @@ def test_rows_stay_with_ranks_that_split_tokens() -> None:
     assert [option.results[0] for node, option in orders("").items() if "index_add" in node.name] == [
         placements.Shard(0)
     ]
+    assert orders("looked up")
     assert not orders("", roles=(AxisRole.TENSOR,))
     assert not orders("", roles=(AxisRole.BATCH, AxisRole.EXPERTS))
 
@@ -213,5 +220,5 @@ def test_micro_batches_of_what_needs_all_rows_are_refused() -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
         mode = spmd.DataParallel(mesh=mesh, axes={"batch": "dp"}, micro_batches=2)
-        with pytest.raises(PartitionError, match=r"needs rows of all micro-batches at once: .* Keep the batch whole"):
+        with pytest.raises(PartitionError, match=r"\(.*\.py:.*\) needs rows of all micro-batches at once: "):
             spmd.compile(Training.step, parallel_mode=mode)(*given(Odd, 1))

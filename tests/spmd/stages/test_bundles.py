@@ -218,6 +218,27 @@ def test_draws_follow_the_rows(schedule: str) -> None:
     assert verified(None, ("pp", 2), dropout=0.3, stages=None, schedule=schedule)
 
 
+class Tied(nn.Module):
+    """A weight of the first layer is read by the last one, too, the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh()).tanh() @ self.first.weight
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_a_gradient_of_few_rows_is_added_up_where_they_are() -> None:
+    torch.manual_seed(0)
+    model = Tied().double()
+    compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(**TWO | {"stages": ["last"]}))
+    rows = [torch.randn(8, 6).double() for _ in range(2)]
+    assert spmd.verify(compiled, model, with_sgd(model), *rows, world=2, mesh={"pp": 2}, steps=1)
+
+
 TEXT = "0F0,,0F1,2F0,2F1,2I0,2W0,2I1,2W1,0I0,0I1,0W0,0W1\n,1F0,1F1,3F0,3I0,3F1,3I1,3W0,1B0,1I1,3W1,,1W1\n"
 
 
