@@ -118,8 +118,8 @@ def _module(name: str, module: torch.nn.Module, describer: Describer) -> list[An
         [[key, describer.names.get(id(each))] for key, each in holder.items()]
         for holder in (own_children(module), own_parameters(module), own_buffers(module))
     ]
-    hooks = [number for key in sorted(HOOK_DICTS) for number in vars(module).get(key, ())]
-    notes = [[number in vars(module).get(key, ()) for number in hooks] for key in sorted(MODULE_NOTES)]
+    noted = [*(number for key in sorted(HOOK_DICTS) for number in vars(module).get(key, ())), *own_buffers(module)]
+    notes = [[each in vars(module).get(key, ()) for each in noted] for key in sorted(MODULE_NOTES)]
     return [name, describer.of_class(type(module)), vars(module).get("training"), held, notes]
 
 

@@ -181,18 +181,28 @@ class Describer:
             )
         description = ["object", self.of_class(cls)]
         if isinstance(value, dict):
-            description += [[self.of(k, within), self.of(v, within)] for k, v in dict.items(value)]
+            items: Any = collections.OrderedDict.items if isinstance(value, collections.OrderedDict) else dict.items
+            description += [[self._key(k, within), self.of(v, within)] for k, v in items(value)]
             description.append(self.of(getattr(value, "default_factory", None), within))
         elif isinstance(value, (set, frozenset)):
             if len(value) > 1 and not all(type(each) in (int, bool) for each in value):
                 raise NotCachedError("the step reads a set, whose order differs from process to process")
-            description += sorted((self.of(each, within) for each in value), key=json.dumps)
+            description += sorted((self._key(each, within) for each in value), key=json.dumps)
         elif isinstance(value, CONTAINERS):
             description += [self.of(each, within) for each in value]
             description.append(self.of(getattr(value, "maxlen", None), within))
         elif isinstance(value, _WHOLE):
             plain: Any = next(base for base in _WHOLE if isinstance(value, base))
             description += [plain.__repr__(value), self.of(getattr(value, "__dict__", {}), within)]
+        return description
+
+    def _key(self, key: Any, within: tuple[int, ...]) -> Any:
+        """The description of a key of a dict, or an entry of a set: no object, whose attributes no trace sees."""
+        for each in key if isinstance(key, (tuple, frozenset)) else ():
+            self._key(each, within)
+        description = self.of(key, within)
+        if description[0] == "object" and not isinstance(key, (*_WHOLE, tuple, frozenset)):
+            raise NotCachedError(f"the step reads a dict or set of {type(key).__name__} objects")
         return description
 
     def _of_builtin(self, value: Any, within: tuple[int, ...]) -> Any:
@@ -332,5 +342,6 @@ def tensor_description(tensor: torch.Tensor) -> list[Any]:
         raise NotCachedError("the step reads a tensor that is no argument, and that is conjugated or negated when read")
     with torch.no_grad():
         content: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-    properties = (str(tensor.dtype), list(tensor.shape), list(tensor.stride()), tensor.requires_grad)
+    layout = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+    properties = (str(tensor.dtype), *layout, tensor.requires_grad)
     return ["tensor", *properties, hashlib.sha256(content).hexdigest()]

@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ..call.state import SCHEDULER_NOTES
 from ..interpreter.foreign_code import is_foreign_module
 from ..python_state.reads import MISSING, Reads, global_chains
 from .described import UNSAFE, check_module
@@ -22,6 +23,7 @@ _UNWATCHED = frozenset(  # attributes by which code reads past what watches it
     "__dict__ __getattribute__ __closure__ cell_contents __globals__ __builtins__ f_locals f_globals f_back gi_frame "
     "__subclasses__ __annotate__ attrgetter methodcaller initial_seed get_rng_state from_file getLogger".split()
 )
+_DEFAULTS = {"defaults"}  # of an optimizer; of floats there, and among notes of schedulers, only types are compared
 _READS_ATTRIBUTES = re.compile(r"\{\w*[.\[]")  # of what is formatted
 
 
@@ -32,6 +34,8 @@ def globals_of(reads: Reads) -> Iterator[tuple[dict[str, Any], str]]:
         texts = [each for each in code.co_consts if isinstance(each, str)]
         if unwatched := _UNWATCHED.intersection((*code.co_names, *texts)):
             raise NotCachedError(f"the step's code names {min(unwatched)}, by which it reads what is not watched")
+        if of_schedulers := SCHEDULER_NOTES.intersection(texts) | _DEFAULTS.intersection(code.co_names):
+            raise NotCachedError(f"the step's code names {min(of_schedulers)}, whose numbers are not compared")
         if any(map(_READS_ATTRIBUTES.search, texts)) and {"format", "format_map"} & {*code.co_names}:
             raise NotCachedError(f"{code.co_qualname} formats a text with attributes in it")
         if _computes_a_name(code):

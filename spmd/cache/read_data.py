@@ -18,7 +18,7 @@ from typing import Any
 
 from ..python_state.reads import CONTAINERS, MISSING, ContainerSnapshot, Reads, ReadSite, content_of, is_plain
 from .code_digests import nested_codes
-from .described import Describer, digest_of
+from .described import CALLABLES, Describer, digest_of
 from .impure_reads import globals_of
 from .not_cached import NotCachedError
 from .paths import Path, Search, follow, values_of
@@ -60,11 +60,17 @@ class Placed:
         own = self.numbers.get(id(value), -1)
         order = self._seen.setdefault(id(value), (len(self._seen), value))[0]
         fields = self.numbers.get(id(getattr(value, "__dict__", None)), -1)
-        inside = []
-        if isinstance(value, CONTAINERS) and id(value) not in seen and not isinstance(value, (set, frozenset)):
-            items = value.values() if isinstance(value, dict) else value
-            inside = [self.shared(each, (*seen, id(value))) for each in items]
-        return [order, own, fields, *inside]
+        inside = () if id(value) in seen else _parts_of(value)
+        return [order, own, fields, *(self.shared(each, (*seen, id(value))) for each in inside)]
+
+
+def _parts_of(value: Any) -> Sequence[Any]:
+    """The entries of a container, keys, too, and what a method or ``partial`` is made of."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, CONTAINERS):
+        return [*value]
+    return [getattr(value, key) for key in CALLABLES.get(type(value), ())]
 
 
 def reads_to_data(

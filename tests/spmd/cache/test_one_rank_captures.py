@@ -48,7 +48,7 @@ def both(rank: int, world: int, case: Case, mode: dict[str, Any]) -> tuple[list[
 
     The stages of a pipeline have equal rows.
     """
-    is_pipeline, runs, counts = "stages" in mode, [], []
+    is_pipeline, runs, counts = "stages" in mode.get("axes", {}), [], []
     mode = {**mode, "mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))} if is_pipeline else mode
     part, parts = (0, 1) if is_pipeline else (rank, world)
     for seconds in (compile_cache._PATIENT, math.inf):
@@ -66,7 +66,7 @@ def both(rank: int, world: int, case: Case, mode: dict[str, Any]) -> tuple[list[
         (MLP(optimizer="AdamW"), {"parallel_style": "fully_shard"}),
         (Shorter(optimizer="SGD momentum"), {"shard_optimizer": True}),
         (experts.Training("numbers"), {"parallel_style": "fully_shard", "axes": {"batch": "dp", "experts": "dp"}}),
-        (stages.Training("clip", "AdamW"), stages.TWO),
+        (stages.Training("tied"), stages.TWO),
     ],
     ids=["replicate", "fully_shard", "shard_optimizer", "experts", "stages"],
 )

@@ -95,6 +95,28 @@ def read(net):
         "m.G = m.make(m.Config(2.0))",
     ),
     "minus zero": ("import math\nZ = 0.0\ndef read(net):\n    return 2.0 + math.copysign(1.0, Z)", "m.Z = -0.0"),
+    "what a partial and a method are made of": (
+        "from functools import partial\nclass C:\n    def same(self, a, b):\n        return 1.0 + (a is b)\n"
+        "O = C()\nF = partial(O.same, O, O)\ndef read(net):\n    return F()",
+        "m.F = m.partial(m.O.same, m.O, m.C())",
+    ),
+    "functions that are keys": (
+        "f, g = [(lambda: 0.0) for _ in 'ab']\nD = {f: 1.0, g: 2.0}\ndef read(net):\n    return D[f]",
+        "m.f, m.g = m.g, m.f",
+    ),
+    "the order of an OrderedDict": (
+        "import collections\nD = collections.OrderedDict(a=1.0, b=2.0)\ndef read(net):\n    return [*D.values()][0]",
+        "m.D.move_to_end('a')",
+    ),
+    "the buffers that are no part of a checkpoint": (
+        "def prepare(net):\n    net.register_buffer('b', torch.ones(1))\n"
+        "def read(net):\n    return len(net.state_dict())",
+        "net.register_buffer('b', net.b, persistent=False)",
+    ),
+    "where a tensor lies": (
+        "T = torch.ones(4)[1:]\ndef read(net):\n    return 1.0 + T.storage_offset()",
+        "m.T = torch.ones(5)[2:]",
+    ),
     "the order of a dict": (
         "D = {'a': 1.0, 'b': 2.0}\ndef read(net):\n    return list(D.values())[0]",
         "m.D.clear(); m.D.update(b=2.0, a=1.0)",
@@ -183,6 +205,14 @@ def read(net):
         "def prepare(net):\n    net.gain = 1.0\ndef read(net):\n    return net.__dict__['gain']",
         "__dict__",
     ),
+    "objects that are keys": (
+        "class C: pass\nA, B = C(), C()\nD = {(A, 1): 1.0, (B, 1): 2.0}\ndef read(net):\n    return D[A, 1]",
+        "dict or set of C objects",
+    ),
+    "an object in a set": (
+        "class C: pass\nA = C()\nS = {A}\ndef read(net):\n    return 1.0 + (A in S)",
+        "dict or set of C",
+    ),
     "a cache with values": (
         "import functools\n@functools.lru_cache\ndef f():\n    return 1.0\nf()\ndef read(net):\n    return f()",
         "has cached values",
@@ -266,7 +296,7 @@ def test_with_another_value_there_is_no_entry(folder: Path, monkeypatch: pytest.
             step(net, x)
             monkeypatch.setattr(capture_call, "capture", refuse)
             continue
-        exec(statement, {"m": module, "net": net})
+        exec(statement, {"m": module, "net": net, "torch": torch})
         if finds:
             step(net, x)
         else:
@@ -298,6 +328,18 @@ def test_a_later_size_has_the_reason_of_the_trace_that_serves_it(folder: Path) -
     step = spmd.compile(module.step, parallel_mode=spmd.Auto(), cache=folder / "cache")
     step(net, torch.ones(4, 3))
     assert "not kept for later processes: Auto chooses a style in each process" in step.report().notes
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("scale", ["optimizer.defaults['lr']", "optimizer.param_groups[0]['initial_lr']"])
+def test_numbers_that_only_schedulers_change_are_not_kept(folder: Path, scale: str) -> None:
+    code = f"def read(net):\n    return 1.0\ndef trained(net, optimizer, x):\n    return step(net, x * {scale})"
+    module, net = start(folder, code)
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    optimizer.param_groups[0]["initial_lr"] = 0.5
+    step = spmd.compile(module.trained, cache=folder / "cache")
+    step(net, optimizer, torch.ones(4, 3))
+    assert re.search("whose numbers are not compared", " ".join(step.report().notes))
 
 
 @pytest.mark.usefixtures("alone")
