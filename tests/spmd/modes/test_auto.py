@@ -244,5 +244,5 @@ def fails_at_the_end(rank: int, world: int) -> tuple[list[int], int]:
     return raised, step._adapting.calls
 
 
-def test_ranks_count_alike_after_a_call_that_failed_on_one_when_others_had_ended_it(ranks: Ranks) -> None:
+def test_ranks_count_the_same_after_a_call_that_failed_on_one_when_others_had_ended_it(ranks: Ranks) -> None:
     assert ranks.run(2, fails_at_the_end) == [([2], 2), ([3], 2)]

@@ -258,7 +258,7 @@ def test_rounding_that_an_op_enlarges_is_no_error_and_a_mistake_is(mode: str) ->
 
 
 class Rolled(passes.Pass):
-    """A mistake that all ranks make alike, before rounding is enlarged: what was summed is in another order."""
+    """The same mistake on all ranks, before rounding is enlarged: what was summed is in another order."""
 
     numerics = "reassociates"
 
