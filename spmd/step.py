@@ -155,8 +155,8 @@ class CompiledStep(Generic[P, R]):
         try:
             return self._run(turn, args, kwargs)
         except BaseException as error:  # an interrupt, too
-            if self._adapting is not None and turn.has_begun:
-                self._adapting.restart()
+            if self._adapting is not None:
+                self._adapting.restart()  # ranks that had ended the call raise in the next one, before it has begun
             self._failed.note(turn, error)
             try:
                 if turn.has_begun:

@@ -4,7 +4,8 @@ The captured program runs on the whole inputs, on one rank. A stage is guilty if
 captured program under their placements, or if it is exact and changes a bit of those of the stage before it. The first
 wrong node of a guilty stage is the first whose value, put together from the ranks, is not that of its captured node,
 nor what the captured op makes of the operands that the ranks have: an op may enlarge the rounding of these, as one that
-divides a gradient which is nothing but rounding by its own size.
+divides a gradient which is nothing but rounding by its own size. Where one does, each node is compared once more, with
+the rounding that its own operands have, since what is small beside 1 was compared with more than that.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _OF_DROPOUT = {
     "_scaled_dot_product_cudnn_attention": {6, 7, 8},
 }
 _RERUNS = 2  # of a stage, to find the results that kernels of a GPU give otherwise each time
+_SAMPLES, _TIMES = 3, 10  # of operands with other rounding, and how much further what is right may be off
 _ENOUGH = 64  # drawn elements that are not equal by chance
 
 
@@ -69,6 +71,7 @@ class Tracer:
     enlarged: set[str] = field(default_factory=set)  # results and state that differ by rounding which ops enlarge
     _drawn: dict[str, Any] = field(default_factory=dict)
     _held: dict[str, Any] = field(default_factory=dict)  # the values of a stage's nodes, by their captured nodes
+    _nodes: dict[str, fx.Node] = field(default_factory=dict)  # which have these values
     _enlarging: set[str] = field(default_factory=set)  # nodes that enlarge rounding, or read such ones
 
     @property
@@ -175,9 +178,11 @@ class Tracer:
             return Guilty(stage.name, str(wrong_node.node), wrong_node.difference, wrong_node.node)
         found = self._wrong_output(expected, after)
         node = self._first_wrong_node(stage) if found is not None else None
-        while found is not None and node is None and self._is_enlarged_output(found[0]):
+        if found is not None and node is None and self._is_enlarged_output(found[0], after):
+            node = self._first_too_wrong()
+        while found is not None and node is None and self._is_enlarged_output(found[0], after):
             self.enlarged.add(found[0])
-            del expected[found[0]]
+            expected[found[0]] = self._whole_output(found[0], after)  # for the stages behind, and for what is written
             found = self._wrong_output(expected, after)
         if found is None and stage.exact and before is not None:
             after = [kept(values) for values in after]
@@ -201,11 +206,9 @@ class Tracer:
         return found
 
     def _wrong_output(self, expected: Values, after: Sequence[Values]) -> tuple[str, Difference] | None:
-        placed: dict[str, Output] = {output.name: output for output in self.partitioned[0].outputs}
         for name, value in expected.items():
             try:
-                parts = [values[name] for values in after]
-                whole = put_together(parts, placed[name].shape, placed[name].placement, self.meshes, self.rounding)
+                whole = self._whole_output(name, after)
             except UnequalReplicasError as error:
                 return name, error.difference
             found = difference(value, whole, self.rounding)
@@ -213,10 +216,42 @@ class Tracer:
                 return name, found
         return None
 
-    def _is_enlarged_output(self, name: str) -> bool:
+    def _whole_output(self, name: str, after: Sequence[Values]) -> Any:
+        output: Output = next(output for output in self.partitioned[0].outputs if output.name == name)
+        parts = [values[name] for values in after]
+        return put_together(parts, output.shape, output.placement, self.meshes, self.rounding)
+
+    def _is_enlarged_output(self, name: str, after: Sequence[Values]) -> bool:
+        """Whether a result is that of a node which enlarges rounding."""
         (returned,) = self.captured.graph.output_node().args
         nodes = zip(self.captured.outputs, returned, strict=True)  # type: ignore[arg-type]
-        return any(output.name == name and str(node) in self._enlarging for output, node in nodes)
+        node = str(next(node for output, node in nodes if output.name == name))
+        if node not in self._enlarging:
+            return False
+        whole = self._whole_output(name, after)
+        return difference(self._held.get(node, whole), whole, self.rounding) is None
+
+    def _first_too_wrong(self) -> tuple[fx.Node, Difference] | None:
+        """The first node whose error is more than rounding of its operands makes, as far as these are held.
+
+        Values that are small beside 1 were compared with a tolerance that an op may enlarge.
+        """
+        generator = torch.Generator().manual_seed(0)
+        for name, whole in self._held.items():
+            captured = self._captured_nodes[name]
+            held = self._operands(captured)
+            if held is None or not whole.is_floating_point():
+                continue
+            expected, allowed = self._applied(captured, held), torch.zeros_like(whole)
+            for _ in range(_SAMPLES):
+                moved = {node: _rounded(value, self.rounding, generator) for node, value in held.items()}
+                allowed = allowed.maximum(_TIMES * (self._applied(captured, moved) - expected).abs())
+            wrong = (whole - expected).abs() > allowed + self.rounding * expected.abs()
+            if wrong.any():
+                at = int(torch.where(wrong, (whole - expected).abs(), -1.0).argmax())
+                one, other = expected.reshape(-1)[at].item(), whole.reshape(-1)[at].item()
+                return self._nodes[name], Difference(one, other, f"expected {one!r}, got {other!r}")
+        return None
 
     def _first_wrong_node(self, stage: Stage) -> tuple[fx.Node, Difference] | None:
         self._held.clear()
@@ -237,6 +272,7 @@ class Tracer:
         if not all(isinstance(value, Tensor) for value in values) or any(_is_unknown(entry) for entry in placement):
             return
         self._held[name] = whole = self._together(nodes, values)
+        self._nodes[name] = node
         found = difference(self.values[name], whole, self.rounding)
         if found is None:
             return
@@ -246,13 +282,26 @@ class Tracer:
 
     def _follows_from_operands(self, captured: fx.Node, whole: Any) -> bool:
         """Whether the captured op makes ``whole`` of the operands that the ranks have, each of which was compared."""
+        held = self._operands(captured)
+        return held is not None and difference(self._applied(captured, held), whole, self.rounding) is None
+
+    def _operands(self, captured: fx.Node) -> dict[fx.Node, Any] | None:
+        """The operands of a captured op that the ranks have; of an element of several results, those of their op."""
+        if captured.op != "call_function" or self.draws:
+            return None
+        if captured.target is operator.getitem:
+            return self._operands(captured.all_input_nodes[0])
         held = {each: self._held.get(each.name, self._given(each)) for each in captured.all_input_nodes}
-        if captured.op != "call_function" or self.draws or any(value is None for value in held.values()):
-            return False
+        return None if any(value is None for value in held.values()) else held
+
+    def _applied(self, captured: fx.Node, held: Mapping[fx.Node, Any]) -> Any:
+        """What a captured op makes of operands."""
+        target: Any = captured.target
+        if target is operator.getitem:
+            return self._applied(captured.all_input_nodes[0], held)[captured.args[1]]
         args, kwargs = fx.map_arg((captured.args, captured.kwargs), held.__getitem__)
-        target: Any = aten.reshape.default if captured.target in _VIEWS else captured.target
         with torch.no_grad(), DisableAutocast():
-            return difference(target(*args, **kwargs), whole, self.rounding) is None
+            return (aten.reshape.default if target in _VIEWS else target)(*args, **kwargs)
 
     def _given(self, captured: fx.Node) -> Any:
         """The value that all ranks have: of an input, or a number; None of any other node."""
@@ -288,6 +337,14 @@ class _Captured(fx.Interpreter):
         if isinstance(value, (Tensor, int, float)) and n.name not in self.drawn and not _is_uninitialized(n):
             self.values[n.name] = value
         return value
+
+
+def _rounded(value: Any, rounding: float, generator: torch.Generator) -> Any:
+    """A value as other rounding may leave it."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64) - 1
+    return value * (1 + rounding * noise).to(value.device, value.real.dtype)
 
 
 def _laid_out(value: Any, val: Any) -> Any:

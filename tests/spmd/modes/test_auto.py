@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import passes
 import spmd
+from passes import RankFailedError
 from passes.analysis.collective_algorithms import BUILT_IN
 from passes.communication.bucket_sizes import MAX_BYTES
 from passes.schedule.rates import BUILT_IN_CPU
@@ -222,3 +223,26 @@ def test_what_cannot_be_measured_is_not_adapted() -> None:
         spmd.Auto(adapt=True, micro_batches=2)
     with pytest.raises(ValueError, match=r"expected no passes= with spmd.Auto\(adapt=True\)"):
         spmd.compile(train_step, parallel_mode=spmd.Auto(adapt=True), passes=())
+
+
+def fails_at_the_end(rank: int, world: int) -> tuple[list[int], int]:
+    """In which calls a rank raises where the first one does at the end of a call; how many it has counted then."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step, raised = spmd.compile(train_step, parallel_mode=spmd.Auto(adapt=True)), []
+    for k in range(5 + rank):  # the second one's call that fails is one more
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0 and k == 2:
+                patch.setattr(step._profile, "end", None)  # which is then not callable
+            try:
+                step(model, optimizer, torch.ones(2, 2))
+            except (TypeError, RankFailedError):
+                raised.append(k)
+                step.recover()
+    assert step._adapting is not None
+    return raised, step._adapting.calls
+
+
+def test_ranks_count_the_same_after_a_call_that_failed_on_one_when_others_had_ended_it(ranks: Ranks) -> None:
+    assert ranks.run(2, fails_at_the_end) == [([2], 2), ([3], 2)]

@@ -257,6 +257,55 @@ def test_rounding_that_an_op_enlarges_is_no_error_and_a_mistake_is(mode: str) ->
     assert not verdict and verdict.stage == "Doubled", verdict
 
 
+class Rolled(passes.Pass):
+    """The same mistake on all ranks, before rounding is enlarged: what was summed is in another order."""
+
+    numerics = "reassociates"
+
+    def rewrite(self, program: passes.Program) -> int:
+        waits = [wait for start in program.collectives() for wait in start.users]
+        for wait in waits:
+            with program.graph.inserting_after(wait):
+                rolled = program.graph.call_function(torch.ops.aten.roll.default, (wait, [1], [0]))
+            rolled.meta |= wait.meta
+            wait.replace_all_uses_with(rolled, delete_user_cb=lambda user, rolled=rolled: user is not rolled)
+        return len(waits)
+
+
+class Trebled(passes.Pass):
+    """A mistake behind what enlarges rounding: other values become the new state."""
+
+    numerics = "reassociates"
+
+    def rewrite(self, program: passes.Program) -> int:
+        output = program.graph.output_node()
+        values = list(output.args[0])  # type: ignore[arg-type, call-overload]
+        names = [each.name for each in program.outputs]
+        at = names.index("model.bias")
+        with program.graph.inserting_before(output):
+            new = program.graph.call_function(torch.ops.aten.mul.Tensor, (values[at], 3.0))
+        new.meta |= {"val": values[at].meta["val"]}
+        output.args = ((*values[:at], new, *values[at + 1 :]),)
+        return 1
+
+
+def tiny_step(model: nn.Module, x: Tensor) -> None:
+    """Gradients are smaller than what counts as rounding beside 1, and a division by their size makes steps of them."""
+    (model(x).square().mean() * 1e-11).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            assert p.grad is not None
+            p.sub_(0.1 * p.grad / p.grad.norm())
+            p.grad = None
+
+
+@pytest.mark.parametrize(("step", "mistake"), [(tiny_step, Rolled), (normalised_step, Trebled)])
+def test_a_mistake_before_or_behind_what_enlarges_rounding_is_found(step: Any, mistake: type[passes.Pass]) -> None:
+    given = nn.Linear(5, 3).double(), torch.randn(9, 5, dtype=torch.float64)
+    verdict = spmd.verify(spmd.compile(step, passes=(mistake(),)), *given, world=2, steps=1)
+    assert not verdict and verdict.stage == mistake.__name__, verdict
+
+
 def dropped_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
     return train_step(lambda x: F.dropout(model(x), 0.5), optimizer, x, y)  # type: ignore[arg-type]
 
