@@ -68,6 +68,8 @@ def longer(first: Mapping[str, float], other: Mapping[str, float]) -> str:
     causes = sorted((k for k, t in more.items() if abs(t) > _NOISE * sum(first.values())), key=lambda k: -abs(more[k]))
     parts = [f"{duration(abs(more[k]))} {'more' if more[k] > 0 else 'less'} for {MEANT[k]}" for k in causes[:2]]
     listed = ", ".join(parts)
+    if not listed and abs(took) <= _NOISE * sum(first.values()):
+        return "as long"
     return f"{duration(abs(took))} {'longer' if took >= 0 else 'less'}" + (f": {listed}" if listed else "")
 
 

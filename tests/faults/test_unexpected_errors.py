@@ -118,12 +118,12 @@ def test_state_that_fails_on_its_way_to_the_ranks_is_not_trained_on(monkeypatch:
     assert all_unequal(plain_run(CASE, 1, 1), [snapshot(result, objects)], 0, 1) == []
 
 
-def fails_on_rank_1(rank: int, world: int, owner: Any, name: str) -> tuple[str, float, list[str]]:
+def fails_on_one(rank: int, world: int, failing: int, owner: Any, name: str) -> tuple[str, float, list[str]]:
     """The first call's error, when it was raised, and what differs after the next call."""
     torch.manual_seed(0)
     objects, step = CASE.build(), spmd.compile(parallel_mode=spmd.DataParallel("fully_shard"))(CASE.step)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(spmd.SpmdError) as caught:
-        if rank == 1:
+        if rank == failing:
             inject(patch, owner, name)
         step(*objects, *CASE.part(rank, 0))
     when = time.time()
@@ -131,11 +131,18 @@ def fails_on_rank_1(rank: int, world: int, owner: Any, name: str) -> tuple[str, 
     return text_of(caught.value), when, all_unequal(plain_run(CASE, world, 1), [snapshot(result, objects)], rank, world)
 
 
-@pytest.mark.parametrize("owner, name", [(Chooser, "cheapest"), (passes.StartEarly, "rewrite")], ids=["choose", "pass"])
-def test_the_other_rank_raises_at_once(ranks: Ranks, owner: Any, name: str) -> None:
-    (other, one, differ), (own, two, differ_too) = ranks.run(2, fails_on_rank_1, owner, name)
+@pytest.mark.parametrize(
+    "failing, owner, name",
+    [(1, Chooser, "cheapest"), (0, passes.StartEarly, "rewrite")],  # the first rank runs passes for all
+    ids=["choose", "pass"],
+)
+def test_the_other_rank_raises_at_once(ranks: Ranks, failing: int, owner: Any, name: str) -> None:
+    found = ranks.run(2, fails_on_one, failing, owner, name)
+    (own, one, differ), (other, two, differ_too) = found[failing], found[1 - failing]
     assert "KeyError: 'injected'" in own and "Please report it" in own
-    assert "step was not compiled on any rank, since rank 1 failed" in other and "KeyError: 'injected'" in other
+    assert (
+        f"step was not compiled on any rank, since rank {failing} failed" in other and "KeyError: 'injected'" in other
+    )
     assert abs(one - two) < 5
     assert differ == differ_too == []
 

@@ -198,9 +198,9 @@ def test_a_plan_is_compared_with_an_earlier_one(file: Path, capsys: pytest.Captu
     earlier.write_text(capsys.readouterr().out)
     assert run(step, "--gpus", "8", "--against", str(earlier)) == 0
     assert "since then: the fastest layout, its time and its memory are the same" in capsys.readouterr().out
-    assert run(step, "--gpus", "16", "--rows", "32", "--json", "--against", str(earlier)) == 0
+    assert run(step, "--gpus", "16", "--rows", "65536", "--json", "--against", str(earlier)) == 0
     asked, rows, takes, *_, memory = json.loads(capsys.readouterr().out)["changes"]
-    assert (asked, rows) == ("GPUs: 16 instead of 8", "rows: 32 instead of 16")
+    assert (asked, rows) == ("GPUs: 16 instead of 8", "rows: 65536 instead of 16")
     assert "of the tokens a second" in takes and "longer: " in takes
     assert memory.startswith("memory: ") and " instead of " in memory
     assert run(step, "--gpus", "8,16", "--against", str(earlier)) == 2
