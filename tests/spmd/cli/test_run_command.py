@@ -18,7 +18,7 @@ from spmd.cli.commands import main
 
 from ...harness import programs
 
-# Without torch, so that ranks start at once. ``follow``: rank 1 raises what a call of a step raises when rank 0 failed.
+# Without torch, so that ranks start at once. ``follow``: rank 0 raises what a call of a step raises once rank 1 failed.
 SCRIPT = """
 import os, sys, time, types
 rank, world, how = os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1]
@@ -29,8 +29,11 @@ if how == "all":
     raise ValueError(f"bad configuration")
 if how == "one" and rank == "1":
     raise ValueError("bad row")
+if how == "follow" and rank == "1":
+    raise ValueError("bad row")
 if how == "follow":
-    raise (ValueError("bad row") if rank == "1" else RankFailedError("rank 1 failed"))
+    time.sleep(2)  # its host has the store, which the other one needs to say what failed
+    raise RankFailedError("rank 1 failed")
 if how == "message":
     sys.exit("nothing to train")
 if how == "killed" and rank == "0":
