@@ -174,5 +174,5 @@ def _effect(
     for k, node in enumerate(nodes):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: at.get(each, each))
         described.append((node.target, memo_key(args), memo_key(kwargs), memo_key(node.meta["val"])))
-        at[node] = k
+        at[node] = ("op", k)
     return described, [at[node] for node in after], list(writes)
