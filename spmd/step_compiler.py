@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Fact, MemoryBudgetError, Mesh, Pass, Program, RankMismatchError, facts_of
+from passes import Fact, MemoryBudgetError, Mesh, Pass, Program, RankMismatchError, Report, facts_of
 from passes.default_passes import table_of, with_islands, with_rates
 from passes.ir.bundle import Bundle
 from passes.ir.program import MicroBatches
@@ -166,13 +166,8 @@ class StepCompiler:
             lookup.note_programs(captured.program, local, program)
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
         make_report = stages.reporting(deferred.steady if deferred else program, program.notes, costs)
-        dump.stage(99, "lowered", program)
-        for each in first_runs(program):
-            self.dumps.dump(options.dump_folder, each.name).stage(99, "lowered", each)
-        dump.report(make_report)
         bundle = deferred.bundle if deferred else program.stages
-        if bundle is not None:
-            dump.bundle(bundle)
+        self._dump_lowered(dump, program, bundle, make_report)
         # Of a pipeline each rank has only rewritten its own programs: what they were made from is equal on all.
         bundle = bundle if local.stages is None else local.stages
         description = describe_for_agreement(captured, program, costs, call, bundle, made.entry)
@@ -202,6 +197,16 @@ class StepCompiler:
             whole=whole_state(call, local.inputs),
             any_size=made.any_size,
         )
+
+    def _dump_lowered(
+        self, dump: Dump, program: Program, bundle: Bundle | None, make_report: Callable[[], Report]
+    ) -> None:
+        dump.stage(99, "lowered", program)
+        for each in first_runs(program):
+            self.dumps.dump(self._options.dump_folder, each.name).stage(99, "lowered", each)
+        dump.report(make_report)
+        if bundle is not None:
+            dump.bundle(bundle)
 
     def _make(
         self,
@@ -411,9 +416,10 @@ def _run_by_first_rank(
 
     def work() -> bytes:
         nonlocal made
-        made = run()
-        with suppress(Exception):  # of passes of the user's, too
-            return packed([program_to_data(made[0]), [asdict(each) for each in stages.passes]])
+        program, parts = made = run()
+        if parts is None:  # which nothing sends
+            with suppress(Exception):  # of passes of the user's, too
+                return packed([program_to_data(program), [asdict(each) for each in stages.passes]])
         return b""
 
     content = agreement.by_first_rank(work)

@@ -26,7 +26,7 @@ from ..call.state import submodules_of
 from ..capture.captured import Captured
 from ..capture.sizes.any_size import AnySize
 from ..capture.sizes.same_program import captured_the_same
-from ..interpreter.foreign_code import is_foreign_module
+from ..interpreter.foreign_code import is_foreign_module, is_library_file
 from ..interpreter.source_lines import warn_user
 from ..options import Options
 from ..python_state.effects.carried import Carried
@@ -44,18 +44,9 @@ from .read_data import StoredReads, bind_reads, reads_to_data
 from .surroundings import functions, same_functions, surroundings
 
 _TRIED = 32  # entries of one key that a call is compared with
-_PATIENT = 60.0  # seconds that ranks must be ready to wait, for one of them to capture for all
+_LEAST_TIMEOUT = 60.0  # seconds that ranks must be ready to wait, for one of them to capture for all
 _OF_SIZES = ("leaves", "inputs")  # facts of a call that have the sizes of its arguments
-_READ = (
-    NotCachedError,
-    RefusedFolderError,
-    OSError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-)
+_READ = (NotCachedError, RefusedFolderError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 _UNDESCRIBED = (NotCachedError, RuntimeError)  # torch has no contents for some tensors, and Python an end of recursion
 
 
@@ -267,7 +258,9 @@ def look_up(
     """
     lookup = Lookup(call, function, live, why=excluded or _not_data(call, options, live))
     setting, connection = options.cache_option, agreement.connection
-    shares = shares and connection is not None and connection.timeout >= _PATIENT and not _has_library_modules(call)
+    shares = (
+        shares and connection is not None and connection.timeout >= _LEAST_TIMEOUT and not _has_library_modules(call)
+    )
     lookup.is_on = setting.folder is not None and simulated() is None
     if setting.folder is not None and lookup.is_on and not excluded:
         lookup.folder, lookup.verifies = _opened(setting.folder), setting.verifies
@@ -289,7 +282,7 @@ def _has_library_modules(call: Call) -> bool:
     """
     classes = {type(module) for _, module in submodules_of(call.given.modules)}
     own = {sys.modules.get(each.__module__) for each in classes if not is_foreign_module(each.__module__)}
-    return any("-packages" in str(getattr(module, "__file__", "")) for module in own)
+    return any(is_library_file(str(getattr(module, "__file__", ""))) for module in own)
 
 
 def _opened(folder: Path) -> Folder | None:

@@ -327,7 +327,7 @@ def test_an_argument_may_lose_a_dim_that_has_changed() -> None:
 def lopsided(rank: int, world: int, sizes: list[tuple[tuple[int, ...], int]]) -> tuple[int, int]:
     """Train where each rank captures for itself, and the second for no other size; returns what ``train`` does."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(compile_cache, "_PATIENT", math.inf)
+        patched.setattr(compile_cache, "_LEAST_TIMEOUT", math.inf)
         if rank:
             patched.setattr(capture_call, "capture_any_size", lambda *_: (None, {}))
         return train(rank, world, {"parallel_style": "replicate"}, sizes, "SGD")
