@@ -27,12 +27,6 @@ def publish(task: Realisation, members: Sequence[fx.Node]) -> fx.Node:
     return task.call(aten.cat.default, [task.flat(member) for member in members])
 
 
-def published_copy_of(node: fx.Node) -> fx.Node | None:
-    """The one tensor that ``publish`` copied to make ``node``; None for any other node."""
-    members = node.args[0] if node.target is aten.cat.default else ()
-    return members[0] if isinstance(members, (list, tuple)) and len(members) == 1 else None  # type: ignore[return-value]
-
-
 def scratch(task: Realisation, published: fx.Node) -> fx.Node | None:
     """Memory for a part of an all_reduce, where to read a part from each rank costs less than to read everything."""
     val, ranks = task.operand.meta["val"], task.axis.size

@@ -12,15 +12,13 @@ Nothing here knows how streams were assigned; of the program it knows what each 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from ..errors import PassError
-from ..ir.collectives import group_of, input_bytes, is_collective, moved, reduction_of
 from ..ir.program import Program
-from ..memory.pieces import tensors
 from ..runtime.arena import reserve
 from .segments import Segments
 from .streams import (
@@ -54,45 +52,6 @@ def check_streams(program: Program, streams: StreamProgram, memory: TouchedMemor
     for operation in streams.operations:
         checker.do(operation)
     checker.check_end()
-
-
-def check_order_of_collectives(programs: Sequence[Program], streams: Sequence[StreamProgram]) -> None:
-    """Raise ``PassError`` unless all ranks start the same collectives in the same order.
-
-    That holds for each communicator, which pairs the first collective of a rank with the first of each other, and for
-    all together: kernels of two communicators that ranks start in different orders may wait for each other for ever.
-    """
-    first, *others = [_collectives(*each) for each in zip(programs, streams, strict=True)]
-    for rank, other in enumerate(others, start=1):
-        for k in range(max(len(first), len(other))):
-            one, two = (each[k] if k < len(each) else None for each in (first, other))
-            if one is None or two is None or one[1] != two[1]:
-                raise PassError(_mismatch(k, one, rank, two))
-
-
-_Started = tuple[fx.Node, tuple[object, ...]]  # a collective, and what has to be equal on all ranks
-
-
-def _collectives(program: Program, streams: StreamProgram) -> list[_Started]:
-    number = {node: k for k, node in enumerate(program.collectives())}
-    launches = [each for each in streams.operations if isinstance(each, Launch) and is_collective(each.node)]
-    return [(each.node, (each.stream, number[each.node], *_described(program, each.node))) for each in launches]
-
-
-def _described(program: Program, node: fx.Node) -> tuple[object, ...]:
-    axis = program.mesh.axis_of_group(group_of(node))
-    dtypes = tuple(tensor.dtype for each in moved(node) for tensor in tensors(each.meta["val"]))
-    return axis.name if axis is not None else "", node.target, reduction_of(node), dtypes, input_bytes(node)
-
-
-def _mismatch(k: int, one: _Started | None, rank: int, two: _Started | None) -> str:
-    def starts(started: _Started | None) -> str:
-        return "nothing more" if started is None else f"{started[0]} on {started[1][0]}{_line(started[0])}"
-
-    return (
-        f"expected all ranks to start the same collectives in the same order, but as number {k + 1} rank 0 starts "
-        f"{starts(one)} and rank {rank} starts {starts(two)}: a communicator pairs what ranks start by its order"
-    )
 
 
 @dataclass

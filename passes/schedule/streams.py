@@ -99,10 +99,6 @@ class StreamProgram:
         """The number of events."""
         return sum(isinstance(each, Record) for each in self.operations)
 
-    def waits_of_host(self) -> list[Wait]:
-        """The waits that hold up the host."""
-        return [each for each in self.operations if isinstance(each, Wait) and each.stream == HOST]
-
     def __str__(self) -> str:
         return "\n".join(map(_line, self.operations))
 

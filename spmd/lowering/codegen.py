@@ -465,11 +465,6 @@ def _into_new(out_variant: Callable[..., Any], like: torch.Tensor, *args: Any) -
     return out_variant(*args, out=torch.empty(like.shape, dtype=like.dtype, device=like.device))
 
 
-def first_write(program: Program) -> Any:
-    """The first node that writes to an input; None if none does."""
-    return next(iter(writes_to_inputs(program)), None)
-
-
 def writes_to_inputs(program: Program) -> dict[fx.Node, list[fx.Node]]:
     """The nodes that write to inputs, in order, and the inputs that each writes to; accumulators are no state."""
     found = storages(program.graph)

@@ -108,7 +108,7 @@ def test_the_host_waits_for_what_it_computes_with_and_compute_for_memory_that_is
     streams = assign_streams(program)
     check_streams(program, streams)
     found = lines(streams)
-    assert [each.event for each in streams.waits_of_host()] == [1]
+    assert [each.event for each in streams.operations if isinstance(each, Wait) and each.stream == HOST] == [1]
     assert found.index("host  wait 1") == found.index(f"host  launch {add}") - 1
     assert found.index("to host  record 1") > found.index("to host  launch to_host")
     assert not any(isinstance(each, Wait) and each.stream == HOST for each in streams.operations[:-2])

@@ -20,8 +20,8 @@ from passes.schedule.streams import COMPUTE, HOST, Begin, Launch, Record, Stream
 from spmd.lowering import codegen
 from spmd.lowering.codegen import Bound
 from spmd.verification.collectives import SEMANTICS
-from spmd.verification.stream_emulator import Outcome
 from tests.spmd.verification.cuda_programs import MODES, WORLD, for_cuda
+from tests.spmd.verification.stream_emulator import Outcome
 from tests.spmd.verification.test_streams import differs, plain
 
 pytestmark = pytest.mark.slow
