@@ -162,8 +162,8 @@ def compiled(options: argparse.Namespace, kind: str, mesh: DeviceMesh, **roles: 
     model = llama(options.layers, options.width, options.experts if kind else 0, options.form)
     text = torch.zeros(1, options.tokens, dtype=torch.long)
     start = time.process_time()
-    given = step.read((model, torch.optim.AdamW(model.parameters(), foreach=True), text, text), {})
-    program = step.prepare(given).compiled.program
+    given = step.runner.read((model, torch.optim.AdamW(model.parameters(), foreach=True), text, text), {})
+    program = step.runner.prepare(given).compiled.program
     seconds = time.process_time() - start
     found = passes.estimate(program, table, with_memory=False)
     assert found is not None

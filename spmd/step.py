@@ -1,4 +1,4 @@
-"""``CompiledStep``: a call of a train step, from arguments to the program that runs, and questions about it."""
+"""``CompiledStep``: a train step as users have it, to call, and to ask what it does."""
 
 from __future__ import annotations
 
@@ -14,32 +14,22 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from passes import Diff, Program, Report, SpmdError, print_program
-from passes.runtime.rooms import RoomExceededError
 
-from ._torch import DisableTorchFunctionSubclass, get_proxy_mode
-from .cache.compile_cache import Lookup
-from .call.rng import kept_on
-from .call.state import Arguments
-from .call.unequal_rows import UnequalRows
+from ._torch import get_proxy_mode
 from .capture.explain_errors import shorten_traceback
-from .capture_call import capture_call
-from .deferral.pending import calling, no_hooks_on_calls, remove_stale
-from .dispatch import Dispatch, Turn
+from .deferral.pending import calling, remove_stale
+from .dispatch import Dispatch
 from .dump import files_of, stage_name, stages_to_compare, visit_stages
-from .failed_calls import FailedCalls
 from .guards.recompiles import Recompiles
 from .interpreter.source_lines import defined_at
-from .modes.adapt import Adapting
-from .modes.auto import Auto
 from .options import Options
 from .profile import Profile
-from .ranks.consensus import all_or_none, notify
 from .recorder import Recorder
 from .running.compiled import Compiled
 from .running.deferred_program import DeferredProgram
 from .state.split_tensor import own_looks
 from .step_compiler import StepCompiler, first_runs
-from .unexpected_errors import unexpected_errors
+from .step_runner import StepRunner
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,17 +47,13 @@ class CompiledStep(Generic[P, R]):
     def __init__(self, function: Callable[P, R], options: Options) -> None:
         functools.update_wrapper(self, function)
         self._function, self._options = function, options
-        self._where = f"\n    {defined_at(function)}"
+        where = f"\n    {defined_at(function)}"
         signature = inspect.signature(function)
         if "last_train_step" in signature.parameters:
             raise TypeError(f"{self._name} has an argument last_train_step, which compiled steps take themselves")
-        self._dispatch = Dispatch(self._name, function, options, self._where)
-        self._compiler = StepCompiler(self._name, function, options, self._where, self._dispatch)
-        self._failed = FailedCalls(self._name, options)
-        self._profile, self._calls = Profile(), 0
-        mode = options.mode
-        self._adapting = Adapting(mode.table, options.pipeline) if isinstance(mode, Auto) and mode.adapt else None
-        self._recorder: Recorder | None = None
+        self._dispatch = Dispatch(self._name, function, options, where)
+        self._compiler = StepCompiler(self._name, function, options, where, self._dispatch)
+        self.runner = StepRunner(self._name, function, options, where, self._dispatch, self._compiler)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._function, self._options)
@@ -140,7 +126,7 @@ class CompiledStep(Generic[P, R]):
             return self._function(*args, **kwargs)
         try:
             with calling, own_looks():
-                result = self._step(args, kwargs)
+                result = self.runner.run(args, kwargs)
         except Exception as error:
             shorten_traceback(error)
             for sentence in filter(None, [each.lose_pending() for each in self._dispatch.programs.deferred()]):
@@ -149,125 +135,6 @@ class CompiledStep(Generic[P, R]):
         if last_train_step:
             self.flush()
         return result
-
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        turn = Turn()
-        try:
-            return self._run(turn, args, kwargs)
-        except BaseException as error:  # an interrupt, too
-            if self._adapting is not None:
-                self._adapting.restart()  # ranks that had ended the call raise in the next one, before it has begun
-            self._failed.note(turn, error)
-            try:
-                if turn.has_begun:
-                    notify(turn.connection, self._name, error, turn.state)
-            finally:
-                self._failed.refuse_saves(turn, error)
-            raise
-
-    def _run(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with DisableTorchFunctionSubclass():  # what guards look at is not a read
-            self._dispatch.begin(turn, args, kwargs)
-        assert turn.call is not None, "a call that has begun was read"
-        compiled = self._ready(turn)
-        if self._adapting is not None and self._adapting.is_due(compiled.identity):
-            compiled = self._adapt(turn, compiled, self._adapting)
-        while compiled.program.room is not None:
-            try:
-                with kept_on(RoomExceededError):
-                    return self._run_compiled(turn, compiled)
-            except RoomExceededError as error:
-                outgrown, self._calls = compiled, self._calls - 1
-                self.outgrow(turn, error.times)
-                compiled = self._ready(turn)
-                outgrown.drop()
-        return self._run_compiled(turn, compiled)
-
-    def _run_compiled(self, turn: Turn, compiled: Compiled) -> Any:
-        assert turn.call is not None and turn.live is not None, "a program fits the call that it was compiled for"
-        with unexpected_errors("running", compiled.program.name, self._where):
-            self._begin_timing(compiled)
-            execute, state = self._profile.begin(compiled), turn.live.tensors
-            self._calls += 1
-            if self._recorder is not None:
-                execute = self._recorder.begin(compiled, state, self._calls, execute)
-            restore = self._dispatch.restore(turn)
-            result = compiled.run(turn.call.given, turn.live, restore, execute)
-        if self._recorder is not None:
-            self._recorder.end(state)
-        self._profile.end(compiled)
-        if self._adapting is not None:
-            self._adapting.end()
-        if turn.connection is not None:
-            turn.connection.is_in_call = False
-        self._failed.end()
-        return result
-
-    def _begin_timing(self, compiled: Compiled) -> None:
-        if self._adapting is None:
-            return
-        calls = self._adapting.begin(compiled.identity, compiled.device_mesh.device_type)
-        if calls and self._profile.is_over:
-            self._profile = Profile(calls, compiled.identity)
-
-    def _adapt(self, turn: Turn, compiled: Compiled, adapting: Adapting) -> Compiled:
-        """Decide, with all ranks, whether another schedule takes over; returns the program to run."""
-        connection = turn.connection
-        gather = partial(connection.all_gather_text, what=self._name) if connection is not None else lambda text: [text]
-        changes = adapting.decide(compiled.partitioned, compiled.program, compiled.report.measured, gather)
-        if changes:
-            self._dispatch.leave(turn, compiled, "calls were measured, and take another schedule")
-            with self._compiler.running(adapting.pipeline):
-                left, compiled = compiled, self._ready(turn)
-            left.drop()
-            adapting.changed = compiled.identity
-        compiled.program.notes.append(adapting.note)
-        if adapting.is_done and not any(axis.coordinate for axis in compiled.program.mesh.axes):
-            adapting.say()
-        return compiled
-
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments of a call, by name. Raises ``TypeError`` as the function itself would."""
-        return self._dispatch.read(args, kwargs)
-
-    def prepare(self, given: Arguments, rows: UnequalRows | None = None) -> Turn:
-        """All of a call but to run its program, on a simulated rank, which has no others to agree with.
-
-        ``given``: this rank's part of the batch; ``rows``: where the ranks have unequal parts.
-        """
-        turn = Turn(rows=rows)
-        self._dispatch.fit(turn, given)
-        self._ready(turn)
-        return turn
-
-    def outgrow(self, turn: Turn, times: float) -> None:
-        """Let a call that had ``times`` the rows of experts that there is room for run a program with more."""
-        assert turn.compiled is not None, "it has run a program"
-        self._dispatch.outgrow(turn, turn.compiled, times)
-
-    def capture(self, given: Arguments) -> Program:
-        """The captured program of a call, on global shapes, on a simulated rank; nothing is compiled or changed."""
-        turn = Turn()
-        self._dispatch.fit(turn, given)
-        assert turn.call is not None
-        options, dispatch = self._options, self._dispatch
-        begun = turn.call.initial_state(dispatch.idle)
-        with no_hooks_on_calls(), begun, all_or_none(self._name, turn.connection) as agreement:
-            shared, live = dispatch.find_capture(turn.call, agreement.all_gather_text)
-            lookup = Lookup(turn.call, self._function, live)
-            found = capture_call(self._function, turn.call, self._name, options, dispatch, agreement, shared, lookup)
-        return found.captured.program
-
-    def _ready(self, turn: Turn) -> Compiled:
-        """The program that a call runs, compiled where none fits; ``turn.live`` is what it runs on."""
-        assert turn.call is not None
-        if turn.compiled is None:
-            compiled = self._compiler.compile(turn, turn.call, self._calls + 1)
-            turn.live = compiled.guards.live(turn.call.given)
-            turn.compiled = compiled
-            compiled.executable.commit.start(turn.connection)
-        self._dispatch.programs.use(turn.compiled)
-        return turn.compiled
 
     def recompiles(self) -> Recompiles:
         """Each program that was compiled, with the reason that it exists; also those that can run no more."""
@@ -292,7 +159,7 @@ class CompiledStep(Generic[P, R]):
         of yours computes in one call is measured as one.
         """
         self._check_whole("measured")
-        self._profile = Profile(steps)
+        self.runner.profile = Profile(steps)
 
     def record(self, folder: str | Path | None, last: int = 20) -> None:
         """Write what it takes to run the ``last`` calls again, from the next call on; None ends that.
@@ -304,7 +171,7 @@ class CompiledStep(Generic[P, R]):
         self._check_whole("recorded")
         if type(last) is not int or last < 1:
             raise ValueError(f"expected the number of calls to keep, got {last!r}")
-        self._recorder = None if folder is None else Recorder(Path(folder), last, self._name)
+        self.runner.recorder = None if folder is None else Recorder(Path(folder), last, self._name)
 
     def _check_whole(self, done: str) -> None:
         if self._options.mode.defer_updates:
@@ -360,7 +227,7 @@ class CompiledStep(Generic[P, R]):
         Raises ``SpmdError`` where it is not possible, with the reason.
         """
         with calling:
-            self._failed.recover()
+            self.runner.failed.recover()
 
     def flush(self) -> None:
         """Finish the update that the last call left for the next one (``defer_updates``); all ranks call it together.

@@ -66,6 +66,7 @@ ORDER = {
         capture_call
         step_compiler
         failed_calls
+        step_runner
         step
         decorator
         verification/

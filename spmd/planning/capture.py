@@ -46,7 +46,7 @@ def captured(
     """The step before it is partitioned, on global shapes."""
     with calling, random_state_kept(), simulated_world(math.prod(mesh.values()), mesh, "cpu") as device_mesh:
         step = CompiledStep(step.function, replace(step.options, mode=mode_on(device_mesh)))
-        return step.capture(step.read(args, dict(kwargs)))
+        return step.runner.capture(step.runner.read(args, dict(kwargs)))
 
 
 def partitioned_on(program: Program, mode_on: Callable[[DeviceMesh], ParallelMode], mesh: Mapping[str, int]) -> Program:

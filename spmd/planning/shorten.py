@@ -25,11 +25,11 @@ def shortened(
 
     These counts are by the name of the first of equal blocks that are left. Optimizers lose what the models lose.
     """
-    given = step.read(args, dict(kwargs))
+    given = step.runner.read(args, dict(kwargs))
     modules = list(given.modules.values())
     memo = {id(each): _on_meta(each) for module in modules for each in module.parameters()}
     args, kwargs = copy.deepcopy((args, dict(kwargs)), memo)
-    given, counts = step.read(args, dict(kwargs)), dict[str, int]()
+    given, counts = step.runner.read(args, dict(kwargs)), dict[str, int]()
     for name, module in given.modules.items():
         found = list(module.named_modules(prefix=name))
         repeating = [

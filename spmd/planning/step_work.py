@@ -108,7 +108,7 @@ class CapturedStep:
     @cached_property
     def _may_have_experts(self) -> bool:
         """Whether it has parameters of three dims: what has no experts is not captured in search of them."""
-        modules = self._step.read(self._args, self._kwargs).modules.values()
+        modules = self._step.runner.read(self._args, self._kwargs).modules.values()
         return any(each.dim() == 3 for module in modules for each in module.parameters())
 
     def divides_sequence(self, context: int) -> bool:

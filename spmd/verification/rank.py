@@ -91,7 +91,7 @@ class SimulatedRank:
         return tuple(parts)
 
     def _read(self) -> Arguments:
-        return self.step.read(self._copied.args, self._copied.kwargs)
+        return self.step.runner.read(self._copied.args, self._copied.kwargs)
 
     def given(self) -> Arguments:
         """The arguments of its next call, with its part of the batch."""
@@ -136,7 +136,7 @@ class SimulatedRank:
     def prepare(self) -> list[Any]:
         """Compile, if need be, and gather the inputs of the next call."""
         with self.active():
-            self.turn = self.step.prepare(self.given(), self._rows)
+            self.turn = self.step.runner.prepare(self.given(), self._rows)
             assert self.turn.call is not None and self.turn.live is not None
             self.running = self.compiled.start(self.turn.call.given, self.turn.live)
         return self.running.inputs
@@ -145,7 +145,7 @@ class SimulatedRank:
         """Let the call that was prepared run a program with ``times`` the room for rows of experts."""
         assert self.turn is not None
         with self.active():
-            self.step.outgrow(self.turn, times)
+            self.step.runner.outgrow(self.turn, times)
 
     def finish(self, outputs: tuple[Any, ...]) -> list[Any]:
         """Write what the program gave where it belongs; returns its results and new state."""

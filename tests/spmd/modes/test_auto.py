@@ -234,14 +234,14 @@ def fails_at_the_end(rank: int, world: int) -> tuple[list[int], int]:
     for k in range(5 + rank):  # the second one's call that fails is one more
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0 and k == 2:
-                patch.setattr(step._profile, "end", None)  # which is then not callable
+                patch.setattr(step.runner.profile, "end", None)  # which is then not callable
             try:
                 step(model, optimizer, torch.ones(2, 2))
             except (TypeError, RankFailedError):
                 raised.append(k)
                 step.recover()
-    assert step._adapting is not None
-    return raised, step._adapting.calls
+    assert step.runner.adapting is not None
+    return raised, step.runner.adapting.calls
 
 
 def test_ranks_count_the_same_after_a_call_that_failed_on_one_when_others_had_ended_it(ranks: Ranks) -> None:
