@@ -363,22 +363,22 @@ class StepCompiler:
     def _settle(self, call: Call, agreement: Agreement) -> list[str]:
         """Find all facts of a call, with the mesh as programs see it; returns notes for the report."""
         check_leaves(call.given)
-        call.communicate_in(agreement.connection)
+        call.groups.communicate_in(agreement.connection)
         call.resolve()
         check_devices(call.device_mesh, call.slots, call.inputs, call.offloaded)
         check_initializable(call)
         check_offloaded(call.slots, call.offloaded)
-        call.check_subgroups()
+        call.groups.kept_by()  # raises where groups could not be opened, without waiting for other ranks
         self._compare_edits(call, agreement)
         tables = self._compare_arguments(call, agreement)
-        call.open_subgroups(agreement.connection)  # after an exchange: all ranks have come as far
+        call.groups.open_subgroups(agreement.connection)  # after an exchange: all ranks have come as far
         shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
-        notes = call.connect_local_ranks(agreement.all_gather_text) if shares else []
+        notes = call.groups.connect_local_ranks(agreement.all_gather_text) if shares else []
         if self._options.mode.defer_updates and agreement.connection is not None:
             if set(agreement.all_gather_text(_DEFERS)) != {_DEFERS}:
                 raise RankMismatchError(f"expected {_DEFERS} on all ranks of {self._name} or on none")
-            call.pass_by_in(agreement.connection.separate_exchange())
-        call.mesh = with_rates(call.mesh, self._options.pipeline)
+            call.groups.pass_by_in(agreement.connection.separate_exchange())
+        call.groups.mesh = with_rates(call.mesh, self._options.pipeline)
         return [*notes, *tables]
 
     def _compare_arguments(self, call: Call, agreement: Agreement) -> list[str]:

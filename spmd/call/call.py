@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -14,16 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from passes import Axis, AxisRole, Mesh, PlacementError, Program, Role
+from passes import Mesh, PlacementError, Program, Role
 
 from ..annotations.chosen_units import ChosenUnits
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored
 from ..ranks.axis_roles import Roles, check_agreement, with_roles
-from ..ranks.connection import Connection
-from ..ranks.consensus import AllGatherText
-from ..ranks.local_ranks import connect_local_ranks
-from ..ranks.world import axis_names, describe, joined, subgroup_of, world
+from ..ranks.world import axis_names, describe, joined, world
+from .groups import Groups
 from .initial_state import Idle, InitialState
 from .inputs import BatchInput, place_inputs
 from .state import (
@@ -73,7 +70,6 @@ class Call:
 
     def __init__(self, given: Arguments, mode: Layout, uneven: Mapping[str, int] | None = None) -> None:
         self.given, self._mode, self.uneven = given, mode, dict(uneven or {})
-        self.own_groups: dict[int, Any] = {}  # gloo groups of the connection, by axis of several ranks
         self.replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # parameters that were split, once they are, by name
         self.initial = InitialState()  # of optimizers, made for this call
         self.references: list[Any] = []  # ``Reference`` to state, in what the step reads besides it
@@ -137,9 +133,16 @@ class Call:
         return frozenset(name for name in names if self.annotations.offload_policy(name, default) is not None)
 
     @cached_property
+    def groups(self) -> Groups:
+        """The process groups of ``mesh``."""
+        reshard = [unit.annotation.reshard_after_forward for unit in self.annotations.units]
+        mesh = with_roles(describe(self.device_mesh), self._axis_roles())
+        return Groups(mesh, self.device_mesh, [*reshard, self._mode.reshard_after_forward])
+
+    @property
     def mesh(self) -> Mesh:
-        """``device_mesh`` as plain data, with the roles of its axes."""
-        return with_roles(describe(self.device_mesh), self._axis_roles())
+        """``device_mesh`` as plain data, with the roles of its axes, and the groups that are open by now."""
+        return self.groups.mesh
 
     def _axis_roles(self) -> Roles:
         """As the user names them, else as the mesh of the annotations says, else as the mode does."""
@@ -225,87 +228,3 @@ class Call:
     def _forget(self) -> None:
         for fact in _OF_STATE:
             vars(self).pop(fact, None)
-
-    def communicate_in(self, connection: Connection | None) -> None:
-        """Let ``mesh`` name the groups of ``connection`` along its gloo axes."""
-        axes = [k for k, axis in enumerate(self.mesh.axes) if axis.size > 1]
-        self.own_groups = dict(zip(axes, connection.groups, strict=True)) if connection else {}
-        groups = self._gloo_groups()
-        named = [replace(a, group=groups[k].group_name) if k in groups else a for k, a in enumerate(self.mesh.axes)]
-        self.mesh = Mesh(tuple(named))
-
-    def pass_by_in(self, groups: Sequence[Any]) -> None:
-        """Let ``mesh`` name, where ranks send messages by gloo, groups for what passes by reductions left in flight."""
-        names = {k: group.group_name for k, group in zip(self.own_groups, groups, strict=True)}
-        by_messages = [axis.backend == "gloo" and not axis.shared for axis in self.mesh.axes]
-        gloo = {k: name for k, name in names.items() if by_messages[k]}
-        axes = [replace(axis, gathers=gloo.get(k, axis.gathers)) for k, axis in enumerate(self.mesh.axes)]
-        self.mesh = replace(self.mesh, axes=tuple(axes))
-
-    def _keep_sizes(self) -> list[int]:
-        """How many ranks keep parameters together after forward, ascending; other than one and all of them.
-
-        Raises ``PlacementError`` for a number that does not divide the ranks, or where these are along several axes.
-        """
-        asked = [unit.annotation.reshard_after_forward for unit in self.annotations.units]
-        asked.append(self._mode.reshard_after_forward)
-        sizes = {each for each in asked if each is not None and not isinstance(each, bool)}
-        if not sizes:
-            return []
-        axis = self._split_axis
-        for size in sorted(sizes):
-            if axis.size > 1 and axis.size % size:
-                raise PlacementError(
-                    f"reshard_after_forward={size} does not divide the {axis.size} ranks of {axis.name}: each group of "
-                    "ranks that keep parameters together must have as many"
-                )
-        return sorted(size for size in sizes if size < axis.size)
-
-    @property
-    def _split_axis(self) -> Axis:
-        """The one axis that styles split parameters over. Raises ``PlacementError`` unless there is one."""
-        split = [self.mesh.axes[k] for k in self.mesh.axes_with(AxisRole.SHARD)]
-        if len(split) == 1:
-            return split[0]
-        raise PlacementError(
-            "reshard_after_forward=<ranks> keeps parameters together along one axis, but those with the role "
-            f'"shard" are {", ".join(axis.name for axis in split) or "none"}: give that role to one axis, or '
-            "reshard_after_forward=True or False"
-        )
-
-    def check_subgroups(self) -> None:
-        """Raise ``PlacementError`` where ``open_subgroups`` would, without waiting for other ranks."""
-        self._keep_sizes()
-
-    def open_subgroups(self, connection: Connection | None) -> None:
-        """Let ``mesh`` name the groups of ranks that keep parameters together, which all ranks open now, together.
-
-        And those that gather along axes of NCCL.
-        """
-        groups = [self._subgroup(self.mesh.axes.index(self._split_axis), n, connection) for n in self._keep_sizes()]
-        axes = [self._with_gathers(k, axis) for k, axis in enumerate(self.mesh.axes)]
-        self.mesh = replace(self.mesh, axes=tuple(axes), subgroups=tuple(groups))
-
-    def _subgroup(self, k: int, size: int, connection: Connection | None) -> Axis:
-        axis, group = self.mesh.axes[k], self._gloo_groups().get(k)
-        if connection is not None and group is not None:
-            group = connection.subgroup(group, size)
-        else:
-            group = subgroup_of(self.device_mesh.get_group(k), size)
-        return Axis(f"{axis.name}/{size}", size, group.group_name, axis.coordinate % size, axis.backend)
-
-    def _with_gathers(self, k: int, axis: Axis) -> Axis:
-        if axis.backend != "nccl" or axis.size == 1:
-            return axis
-        return replace(axis, gathers=subgroup_of(self.device_mesh.get_group(k), axis.size).group_name)
-
-    def _gloo_groups(self) -> dict[int, Any]:
-        return {k: group for k, group in self.own_groups.items() if self.mesh.axes[k].backend == "gloo"}
-
-    def connect_local_ranks(self, all_gather_text: AllGatherText) -> list[str]:
-        """Connect the ranks of each host; ``mesh`` says from then on which axes share memory. All ranks call it.
-
-        Returns notes on what cannot be shared.
-        """
-        self.mesh, notes = connect_local_ranks(self.mesh, self._gloo_groups(), all_gather_text)
-        return notes

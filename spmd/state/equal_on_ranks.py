@@ -83,7 +83,7 @@ class EqualState:
 
 def make_kept_equal(carried: Carried, call: Call) -> None:
     """Make tensors in Python state that a program takes as inputs equal to those of rank 0."""
-    for site in carried.sites if call.own_groups else ():
+    for site in carried.sites if call.groups.own else ():
         leaves, spec = tree_flatten(site.get())
         equal = [_as_on_rank_zero(leaf, call) if type(leaf) is torch.Tensor else leaf for leaf in leaves]
         if any(new is not old for new, old in zip(equal, leaves, strict=True)):
@@ -93,7 +93,7 @@ def make_kept_equal(carried: Carried, call: Call) -> None:
 @interruptible  # it waits for other ranks; a call that ends here reports its state as mixed
 def broadcast_along(tensor: torch.Tensor, call: Call, axis: int, source: int = 0) -> None:
     """Broadcast from the ``source``-th rank along an axis of the mesh to the others."""
-    whole, group = tensor.contiguous(), call.own_groups.get(axis)
+    whole, group = tensor.contiguous(), call.groups.own.get(axis)
     if group is None:
         return
     if whole.device.type == "cpu":  # as counters of optimizers are, also where parameters are not
@@ -121,7 +121,7 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _as_on_rank_zero(tensor: torch.Tensor, call: Call) -> torch.Tensor:
     """The tensor, or a copy where rank 0 has other values: the user may hold it elsewhere, too."""
     values = tensor.clone()
-    for axis in call.own_groups:
+    for axis in call.groups.own:
         broadcast_along(values, call, axis)
     return tensor if torch.equal(values, tensor) else values
 

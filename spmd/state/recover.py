@@ -40,7 +40,7 @@ def recover(call: Call, ranks: MeshRanks, what: str, is_edited: bool = False) ->
     is_equal = len(whole) == len(connection.standings) and len({updates for updates, _ in whole}) == 1
     if is_equal and not is_edited:
         return
-    call.communicate_in(connection)
+    call.groups.communicate_in(connection)
     slots = [slot for slot in call.slots if not (is_equal and _is_of_one_rank(slot, call))]
     _check(call, slots, connection, whole, what)
     updates, source = min(whole)
