@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from .environment import is_set
+from .interpreter.environment import is_set
 
 
 @dataclass

@@ -38,7 +38,7 @@ ORDER = {
         __init__
     """,
     "spmd": """
-        version _torch placements environment
+        version _torch placements
         interpreter/
         memo unexpected_errors
         failed_ops

@@ -24,8 +24,8 @@ from .._torch import (
 from ..call.argument_logs import LogsFound
 from ..call.inputs import BatchInput
 from ..call.state import Arguments, submodules_of
-from ..environment import is_set
 from ..failed_ops import describe_failed_op, is_from_users_code
+from ..interpreter.environment import is_set
 from ..interpreter.source_lines import defined_at, module_of, source_at, user_locations, users_part
 from ..unexpected_errors import is_users, mark_as_users
 from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused

@@ -30,7 +30,7 @@ from passes.schedule.op_work import work_of
 from passes.schedule.overlap import Overlap
 from passes.schedule.rates import rates_of
 
-from ..environment import is_set
+from ..interpreter.environment import is_set
 
 SETTLES, TIMED, PROFILED = 3, 5, 3  # calls of one program, in this order
 MOST = 50  # calls of all programs, before a change and after it: where they alternate, none may be called often enough

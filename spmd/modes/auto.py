@@ -19,7 +19,7 @@ from passes.memory.peak_memory import planned_memory
 from passes.schedule.node_costs import device_of
 
 from ..annotations.policies import MixedPrecisionPolicy
-from ..environment import is_set
+from ..interpreter.environment import is_set
 from ..partitioner.plan import Plan
 from ..ranks.axis_roles import Axes
 from ..ranks.simulated import simulated

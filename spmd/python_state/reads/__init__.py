@@ -1,8 +1,10 @@
 """Plain Python state that a step reads while it is traced, for guards to compare at later calls.
 
-``python_reads.py`` records the reads; attributes, globals and entries of classes and modules each have a file for how
-they are observed. ``replacement_reads.py`` records those of overrides. ``read_sites.py``, ``snapshots.py`` and
-``changes.py`` define what is recorded. What each call of a program repeats is recorded in ``journals.py`` and
+``python_reads.py`` is a trace from its first read until its changes are undone. ``watching.py`` notes reads and follows
+values to what may be read through them: attributes, globals and entries of classes and modules each have a file for how
+they are observed. ``stand_ins.py`` puts fakes, and what records or refuses, in the place of values meanwhile.
+``recorded_reads.py`` is what is left for guards; ``read_sites.py``, ``snapshots.py`` and ``changes.py`` define what
+that holds. ``replacement_reads.py`` records the reads of overrides. What each call of a program repeats is recorded in ``journals.py`` and
 ``logging_calls.py``; what none could repeat is refused in ``refusing.py``, ``compared_objects.py`` and ``clocks.py``.
 """
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .python_reads import Reads
-from .read_sites import Reference
 
 
 class ReplacementReads(Reads):
@@ -14,8 +11,7 @@ class ReplacementReads(Reads):
     What has another value at the end is such a note, and not what the replacements depend on.
     """
 
-    def _stand_in(self, reference: Reference, value: Any) -> None:
-        """Leave what is there: overrides run on live state."""
+    replaces = False  # overrides run on live state
 
     def _undo(self) -> None:
         """Forget what has changed."""
