@@ -34,8 +34,9 @@ from .modes.dtensor_expand import DTensorExpand
 from .override import Override
 from .partitioner import partition
 from .partitioner.assignment import Assignment, Choice
-from .partitioner.plan import Plan, Solver
-from .partitioner.solver_problem import Problem
+from .partitioner.plan import Plan
+from .partitioner.solvers.problem import Problem
+from .partitioner.solvers.solver import Solver
 from .planning.plans import Plans
 from .planning.search import plan
 from .ranks.agreed import pad_to_longest, shared_rng

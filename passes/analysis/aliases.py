@@ -20,7 +20,7 @@ from ..ir.effects import written
 from ..ir.ops import Trait, has
 from ..ir.region import region_of
 from ..ir.schemas import argument, schema
-from .list_ops import entry_of, is_read_by_entries
+from .foreach_ops import entry_of, is_read_by_entries
 
 Storages = frozenset[fx.Node]  # each piece of memory is named by the node that made it
 

@@ -68,7 +68,7 @@ KEYS: tuple[Key, ...] = (
         (
             _CAPTURE,
             _PARTITIONER,
-            "passes/analysis/list_ops.py",
+            "passes/analysis/foreach_ops.py",
             "passes/communication",
             "passes/memory/recompute.py",
         ),

@@ -12,7 +12,7 @@ from torch import fx
 
 from .._torch import OpOverload
 from ..analysis.aliases import Storages, last_reads, storages
-from ..analysis.list_ops import entry_of, write_lists_in_place
+from ..analysis.foreach_ops import entry_of, write_lists_in_place
 from ..analysis.strides import Layouts
 from ..base import Pass
 from ..ir.edit import insert_before

@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from .._torch import OpOverload
-from ..analysis.list_ops import is_over_lists, only_read
+from ..analysis.foreach_ops import is_over_lists, only_read
 from ..ir.effects import mutates, written
 from ..ir.ops import Trait, find, has
 from ..ir.region import Region, region_of

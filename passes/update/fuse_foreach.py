@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ..analysis.list_ops import call_before, list_before, replace_by_entries
+from ..analysis.foreach_ops import call_before, list_before, replace_by_entries
 from ..base import Pass
 from ..ir.program import Program
 from .foreach_groups import Group, groups, in_a_row, over_lists

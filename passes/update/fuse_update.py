@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ..analysis.list_ops import call_before, list_before, replace_by_entries
+from ..analysis.foreach_ops import call_before, list_before, replace_by_entries
 from ..analysis.topological import settle
 from ..base import Numerics, Pass
 from ..cleanup.dead_code import DeadCode

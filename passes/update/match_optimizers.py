@@ -13,8 +13,8 @@ from torch import fx
 from ..analysis.strides import Layouts
 from ..ir.program import Input, OutputKind, Program
 from ..ir.roles import Role
+from .formula_terms import Bindings, solutions
 from .optimizer_kernels import Kernel, kernels
-from .terms import Bindings, solutions
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ import torch
 
 from ..ir.ops import find
 from ..ir.schemas import schema
-from .terms import Term, lerp, maximum, sqrt, unknown
+from .formula_terms import Term, lerp, maximum, sqrt, unknown
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from ..analysis.list_ops import Entry, call_before, entries_by_op, erase_results, is_read_by_entries
+from ..analysis.foreach_ops import Entry, call_before, entries_by_op, erase_results, is_read_by_entries
 from ..base import Pass
 from ..ir.edit import replace
 from ..ir.program import Program

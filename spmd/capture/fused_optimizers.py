@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from passes.ir.schemas import schema
+from passes.update.formula_terms import evaluate
 from passes.update.optimizer_kernels import COUNT, kernel_of, kernels
-from passes.update.terms import evaluate
 
 aten = torch.ops.aten
 

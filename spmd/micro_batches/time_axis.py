@@ -16,7 +16,7 @@ from passes.ir.rates import Rate
 
 from ..partitioner.partition_program import emit
 from ..partitioner.plan import Plan
-from ..partitioner.solver_problem import Problem
+from ..partitioner.solvers.problem import Problem
 from ..placements import chunk, local_shape
 from .accumulate import TIME, accumulate, add_run, follow_the_run, joined_outputs, sums_in_time, without_axis
 from .early_sums import compute_early, early, floats, of_activations

@@ -15,8 +15,7 @@ The files, in the order in which an op comes to them:
 - ``calls.py``, ``options.py``, ``narrow.py``: *enumerate*: the calls of the program; the options of a call, axis by
   axis; a call as the next axis sees it
 - ``assignment.py``: *assign*: the choice for each node, its text and hash
-- ``solver_problem.py``, ``greedy_solver.py``: the question to a solver, with the cost of an answer; the
-  solver of all modes
+- ``solvers/``: what a solver implements, the question to it, with the cost of an answer; the solver of all modes
 - ``check_given.py``: the errors of an assignment that is handed over
 - ``cheapest_option.py``, ``option_costs.py``, ``lookahead.py``: the option that costs least; the cost of an option in
   the op itself, and in the ops that follow

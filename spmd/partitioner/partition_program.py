@@ -16,10 +16,10 @@ from ..interpreter.interrupts import interruptible
 from .assignment import Assignment
 from .diagnostics import Diagnostics
 from .emit_op import OpEmitter
-from .greedy_solver import Greedy
 from .offload import offload
 from .plan import Plan
-from .solver_problem import Problem
+from .solvers.greedy import Greedy
+from .solvers.problem import Problem
 from .values import Value
 from .walk import Walk
 

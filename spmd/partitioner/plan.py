@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,13 +13,7 @@ from passes import Input, Memory, Output, Role
 from passes.ir.program import Placements
 
 from .assignment import Assignment
-
-
-class Solver(Protocol):
-    """An object that decides how the nodes of a program are computed."""
-
-    def solve(self, problem: Any, given: Assignment) -> Assignment:
-        """An assignment of all nodes of a ``spmd.Problem`` or of some, with all of ``given``; equal on all ranks."""
+from .solvers.solver import Solver
 
 
 @dataclass(frozen=True)

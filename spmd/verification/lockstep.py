@@ -39,7 +39,7 @@ from passes.ir.schemas import argument, schema
 from passes.runtime.collective_ops import bounds
 
 from .._torch import DisableAutocast, storage_id
-from .collectives import COPIES_FIRST, SEMANTICS
+from .collective_semantics import COPIES_FIRST, SEMANTICS
 from .poison import poison, poisoned, share_memory, tensors_of
 
 Watch = Callable[[Sequence[fx.Node], Sequence[Any]], None]  # the node of each rank, and its value there

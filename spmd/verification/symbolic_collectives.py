@@ -21,7 +21,7 @@ from passes.ir.collectives import c10d, channel_of, group_of, is_shared, kind_of
 from passes.ir.schemas import argument, schema
 
 from . import symbols
-from .collectives import COPIES_FIRST, SEMANTICS
+from .collective_semantics import COPIES_FIRST, SEMANTICS
 from .families import Family
 from .lockstep import LockstepError, Published, ends_of
 from .machine import CapturedMachine, Machine

@@ -4,8 +4,9 @@
 values to what may be read through them: attributes, globals and entries of classes and modules each have a file for how
 they are observed. ``stand_ins.py`` puts fakes, and what records or refuses, in the place of values meanwhile.
 ``recorded_reads.py`` is what is left for guards; ``read_sites.py``, ``snapshots.py`` and ``changes.py`` define what
-that holds. ``replacement_reads.py`` records the reads of overrides. What each call of a program repeats is recorded in ``journals.py`` and
-``logging_calls.py``; what none could repeat is refused in ``refusing.py``, ``compared_objects.py`` and ``clocks.py``.
+that holds. ``replacement_reads.py`` records the reads of overrides. What each call of a program repeats is recorded in
+``journals.py`` and ``logging_calls.py``; what none could repeat is refused in ``refusing.py``, ``compared_objects.py``
+and ``clocks.py``.
 """
 
 from .changes import Change

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from passes.ir.schemas import schema
+from passes.update.formula_terms import evaluate, has
 from passes.update.optimizer_kernels import COUNT, Kernel, kernel_of, kernels
-from passes.update.terms import evaluate, has
 
 from ..symbols import minus, number, over, plus, power, symbol, times
 

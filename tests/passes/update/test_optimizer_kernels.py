@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from passes.update.formula_terms import Term
 from passes.update.optimizer_kernels import Kernel, kernels
-from passes.update.terms import Term
 
 _TENSORS = {
     "add": torch.add,

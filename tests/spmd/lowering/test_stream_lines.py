@@ -19,7 +19,7 @@ from passes.runtime import streams as real
 from passes.schedule.streams import COMPUTE, HOST, Begin, Launch, Record, StreamProgram, Wait
 from spmd.lowering import codegen
 from spmd.lowering.codegen import Bound
-from spmd.verification.collectives import SEMANTICS
+from spmd.verification.collective_semantics import SEMANTICS
 from tests.spmd.verification.cuda_programs import MODES, WORLD, for_cuda
 from tests.spmd.verification.stream_emulator import Outcome
 from tests.spmd.verification.test_streams import differs, plain

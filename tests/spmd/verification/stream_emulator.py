@@ -25,7 +25,7 @@ from passes.runtime.host_memory import to_device, to_device_out, to_host
 from passes.schedule.streams import COMPUTE, HOST, Free, HostAccess, Launch, Operation, Record, StreamProgram, Wait
 from passes.schedule.touched_memory import TouchedMemory
 from spmd._torch import DisableAutocast, tree_map
-from spmd.verification.collectives import COPIES_FIRST, SEMANTICS
+from spmd.verification.collective_semantics import COPIES_FIRST, SEMANTICS
 from spmd.verification.lockstep import groups_of
 from spmd.verification.poison import poison, poisoned, share_memory, tensors_of
 

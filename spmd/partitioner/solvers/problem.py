@@ -9,14 +9,14 @@ from torch import fx
 
 from passes import Program
 
-from .assignment import Assignment, Choice
-from .calls import Calls
-from .context import Context
-from .greedy_solver import Greedy
-from .plan import Plan
-from .tally import Cost, Tally
-from .values import Value
-from .walk import Assigned, Walk
+from ..assignment import Assignment, Choice
+from ..calls import Calls
+from ..context import Context
+from ..plan import Plan
+from ..tally import Cost, Tally
+from ..values import Value
+from ..walk import Assigned, Walk
+from .greedy import Greedy
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The greedy solver: node after node, the option that costs least, with a look ahead at what follows.
 
 It keeps what is given, checks it, and fills in the rest; so it also completes what other solvers leave open. Another
-solver implements ``Solver`` (``plan.py``) over a ``Problem`` (``solver_problem.py``), and is ``Plan.solver``.
+solver implements ``Solver`` (``solver.py``) over a ``Problem`` (``problem.py``), and is ``Plan.solver``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from passes import Input, Output, PartitionError, Phase
 from passes.ir.program import Placements
 
-from ..capture.constraint import CONSTRAIN, constrained_to
-from ..rules import OpCall, decomposition_of
-from .assignment import Assignment, Choice, Move
-from .calls import Calls
-from .cheapest_option import Chooser
-from .check_given import (
+from ...capture.constraint import CONSTRAIN, constrained_to
+from ...rules import OpCall, decomposition_of
+from ..assignment import Assignment, Choice, Move
+from ..calls import Calls
+from ..cheapest_option import Chooser
+from ..check_given import (
     check_axes,
     check_constraint,
     check_moves,
@@ -31,15 +31,15 @@ from .check_given import (
     check_result_moves,
     check_sizes,
 )
-from .diagnostics import Diagnostics
-from .emit_op import OpEmitter
-from .hints import Hints
-from .lookahead import Lookahead
-from .moves import Moves
-from .redistribution_steps import cost
-from .tally import Tally
-from .values import Value
-from .walk import Walk
+from ..diagnostics import Diagnostics
+from ..emit_op import OpEmitter
+from ..hints import Hints
+from ..lookahead import Lookahead
+from ..moves import Moves
+from ..redistribution_steps import cost
+from ..tally import Tally
+from ..values import Value
+from ..walk import Walk
 
 _OPEN = Choice()  # nothing is given
 

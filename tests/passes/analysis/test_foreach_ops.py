@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from passes import Program
-from passes.analysis.list_ops import entries_by_op, entry_of, erase_results, write_lists_in_place
+from passes.analysis.foreach_ops import entries_by_op, entry_of, erase_results, write_lists_in_place
 
 from ..programs import f64, make_program, targets
 

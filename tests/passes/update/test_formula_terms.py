@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from passes.update.terms import Term, lerp, maximum, solutions, sqrt, unknown
+from passes.update.formula_terms import Term, lerp, maximum, solutions, sqrt, unknown
 
 from ..programs import f64, make_program
 
