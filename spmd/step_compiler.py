@@ -397,7 +397,7 @@ class StepCompiler:
 
     def _compare_edits(self, call: Call, agreement: Agreement) -> None:
         """Raise ``EditedError`` where some rank wrote to state since another program last ran, and it differs now."""
-        if agreement.is_alone or not call.makes_equal:
+        if agreement.is_alone or not call.mode.sync:
             return
         state = {slot.input.name: slot.get() for slot in call.slots}
         names, edited = [*state], edited_before(call)

@@ -69,7 +69,7 @@ class Call:
     """
 
     def __init__(self, given: Arguments, mode: Layout, uneven: Mapping[str, int] | None = None) -> None:
-        self.given, self._mode, self.uneven = given, mode, dict(uneven or {})
+        self.given, self.mode, self.uneven = given, mode, dict(uneven or {})
         self.replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # parameters that were split, once they are, by name
         self.initial = InitialState()  # of optimizers, made for this call
         self.references: list[Any] = []  # ``Reference`` to state, in what the step reads besides it
@@ -88,7 +88,7 @@ class Call:
         tensors = [tensor for tensor in on_device if not tensor.is_meta][:1]
         tensors += [leaf.value for leaf in self.given.tensors()[:1]]
         annotated = self.annotations.mesh
-        mesh = self._mode.mesh or annotated or world(tensors[0].device if tensors else None)
+        mesh = self.mode.mesh or annotated or world(tensors[0].device if tensors else None)
         return joined(mesh, [*meshes, annotated] if annotated else meshes)
 
     @property
@@ -97,30 +97,15 @@ class Call:
         kind = self.device_mesh.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
-    @property
-    def param_init_fn(self) -> Callable[[nn.Module], Any] | None:
-        """The mode's function that initializes a module on the meta device."""
-        return self._mode.param_init_fn
-
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy | None:
-        """The dtypes of modules without an annotation."""
-        return self._mode.mp_policy
-
-    @property
-    def makes_equal(self) -> bool:
-        """Whether the state that ranks bring along is made equal to rank 0's."""
-        return self._mode.sync
-
     @cached_property
     def annotations(self) -> Annotations:
         """The annotations by ``spmd.replicate`` and ``spmd.fully_shard`` on the modules of the call."""
         modules = self.given.modules
         names = {id(each.tensor): each.name for each in [*parameters_of(modules), *buffers_of(modules)]}
-        found = Annotations.of(modules, names, self._mode.ignored, self._mode.units, self._mode.experts)
-        if found.units and not self._mode.follows_annotations:
+        found = Annotations.of(modules, names, self.mode.ignored, self.mode.units, self.mode.experts)
+        if found.units and not self.mode.follows_annotations:
             raise PlacementError(
-                f"{found.units[0]} is an annotation, which {self._mode!r} does not follow: compile the step with "
+                f"{found.units[0]} is an annotation, which {self.mode!r} does not follow: compile the step with "
                 "spmd.DataParallel, or without a parallel mode"
             )
         return found
@@ -129,7 +114,7 @@ class Call:
     def offloaded(self) -> frozenset[str]:
         """The parameters that live in host memory, with their gradients and optimizer state."""
         names = [parameter.name for parameter in parameters_of(self.given.modules)]
-        default = self._mode.offload_policy
+        default = self.mode.offload_policy
         return frozenset(name for name in names if self.annotations.offload_policy(name, default) is not None)
 
     @cached_property
@@ -137,7 +122,7 @@ class Call:
         """The process groups of ``mesh``."""
         reshard = [unit.annotation.reshard_after_forward for unit in self.annotations.units]
         mesh = with_roles(describe(self.device_mesh), self._axis_roles())
-        return Groups(mesh, self.device_mesh, [*reshard, self._mode.reshard_after_forward])
+        return Groups(mesh, self.device_mesh, [*reshard, self.mode.reshard_after_forward])
 
     @property
     def mesh(self) -> Mesh:
@@ -146,14 +131,14 @@ class Call:
 
     def _axis_roles(self) -> Roles:
         """As the user names them, else as the mesh of the annotations says, else as the mode does."""
-        annotated, own = self.annotations.axis_roles, self._mode.mesh
+        annotated, own = self.annotations.axis_roles, self.mode.mesh
         names = axis_names(self.device_mesh if own is None else own)
-        of_mode = self._mode.axis_roles(names)
+        of_mode = self.mode.axis_roles(names)
         if annotated is None:
             return of_mode
-        if own is not None or self._mode.names_axes:
-            check_agreement(annotated, of_mode, self._mode.names_axes)
-        return of_mode if self._mode.names_axes else annotated
+        if own is not None or self.mode.names_axes:
+            check_agreement(annotated, of_mode, self.mode.names_axes)
+        return of_mode if self.mode.names_axes else annotated
 
     @cached_property
     def slots(self) -> list[Slot]:
@@ -179,7 +164,7 @@ class Call:
     @cached_property
     def inputs(self) -> list[BatchInput]:
         """The tensor arguments that are no state, each with its placement."""
-        mode = self._mode
+        mode = self.mode
         return place_inputs(self.arguments, mode.inputs, mode.input_batch_dim, self.mesh, self.uneven)
 
     @contextmanager

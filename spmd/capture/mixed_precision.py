@@ -90,8 +90,8 @@ def _casts(call: Call) -> dict[int, _Casts]:
     """The casts of each module that has a policy, by its id: an annotated one, or a module among the arguments."""
     found: dict[Unit | None, _Casts]
     found = {unit: _Casts(unit.mp_policy) for unit in call.annotations.units if unit.mp_policy is not None}
-    if call.mp_policy is not None:
-        found[None] = _Casts(call.mp_policy)  # of what no annotation claims
+    if call.mode.mp_policy is not None:
+        found[None] = _Casts(call.mode.mp_policy)  # of what no annotation claims
     for held, kind in ((parameters_of, "parameters"), (buffers_of, "buffers")):
         for each in held(call.arguments.modules):
             mark = call.annotations.marks.get(each.name, Mark(None))

@@ -30,11 +30,9 @@ from ..options import CacheOption, cache_setting
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``cache`` to its parser."""
-    command.description = __doc__
     command.add_argument("action", choices=("list", "check", "clear"), help="what to do with the entries")
     command.add_argument("--folder", metavar="FOLDER", type=Path, help="another folder than the user's")
     command.add_argument("--json", action="store_true", help="print the entries as JSON")
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -36,7 +36,6 @@ from .calibrate import SIZES, Progress, calibrate
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``calibrate`` to its parser."""
-    command.description = __doc__
     command.add_argument("--out", type=Path, default=Path("costs.json"), help="the file to write (%(default)s)")
     command.add_argument("--ranks", type=int, default=2, help="ranks to start, without torchrun (%(default)s)")
     command.add_argument("--mesh", help="ranks along each axis, such as 2x8; by default one axis")
@@ -44,7 +43,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rounds", type=int, default=20, help="measurements of each collective (%(default)s)")
     command.add_argument("--json", action="store_true", help="print what is written, as JSON")
     command.add_argument("--max-bytes", type=int, default=SIZES[-1], help="the largest operand (%(default)s)")
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
 from ..version import __version__
@@ -40,5 +41,8 @@ def parser(given: Sequence[str]) -> argparse.ArgumentParser:
     for name, purpose in _COMMANDS.items():
         command = commands.add_parser(name, help=purpose, formatter_class=argparse.RawDescriptionHelpFormatter)
         if given and name == given[0]:
-            import_module(f".{name}_command", __package__).add_options(command)
+            found = import_module(f".{name}_command", __package__)
+            command.description = found.__doc__
+            found.add_options(command)
+            command.set_defaults(run=partial(found.run, parser=command))
     return made

@@ -30,14 +30,12 @@ from .dump_folder import program_folder, report_of, stages_of
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``diff`` to its parser."""
-    command.description = __doc__
     command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
     command.add_argument(
         "stages", metavar="STAGE", nargs="*", help="one or two stages, such as 06 or bucket_all_reduce"
     )
     command.add_argument("--against", metavar="EARLIER", type=Path, help="an earlier run: what changed since, and why")
     command.add_argument("--json", action="store_true", help="print the changes as JSON")
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -54,10 +54,8 @@ class Finding:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor`` to its parser."""
-    command.description = __doc__
     command.add_argument("--no-ranks", action="store_true", help="start no ranks")
     command.add_argument("--json", action="store_true", help="print the findings as JSON")
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -30,12 +30,10 @@ _LINE_EACH = 100  # steps
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``fuzz`` to its parser."""
-    command.description = __doc__
     command.add_argument("--count", type=int, default=100, help="steps to verify (%(default)s)")
     command.add_argument("--seed", type=int, default=0, help="the same steps for the same number (%(default)s)")
     command.add_argument("--out", type=Path, default=Path("fuzz"), help="the folder for steps that fail (%(default)s)")
     command.add_argument("--json", action="store_true", help="print what was found as JSON")
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

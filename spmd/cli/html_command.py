@@ -22,11 +22,9 @@ from .dump_folder import files_in, program_folder
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``html`` to its parser."""
-    command.description = __doc__
     command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
     command.add_argument("--out", metavar="FILE", type=Path, help="the file to write, by default FOLDER/report.html")
     command.add_argument("--json", action="store_true", help="print what the page shows as JSON; write nothing")
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

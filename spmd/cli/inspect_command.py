@@ -36,10 +36,8 @@ class Stage:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``inspect`` to its parser."""
-    command.description = __doc__
     command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
     command.add_argument("--json", action="store_true", help="print stages and report as JSON")
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

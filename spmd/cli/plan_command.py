@@ -34,7 +34,6 @@ from .step_file import load_step
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``plan`` to its parser."""
-    command.description = __doc__
     command.add_argument(
         "step", metavar="FILE:STEP", help="a Python file, and the compiled step in it, or trainer.step"
     )
@@ -55,7 +54,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--against", metavar="PLAN.json", type=Path, help="an earlier plan, as --json printed it: what changed, and why"
     )
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def _counts(text: str) -> list[int]:

@@ -23,12 +23,10 @@ from ..verification.replay import NotFinite, Replay, replay
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``replay`` to its parser."""
-    command.description = __doc__
     command.add_argument("folder", metavar="FOLDER", type=Path, help="the folder that step.record(...) wrote to")
     command.add_argument("--rank", type=int, default=0, help="the rank to look at (%(default)s)")
     command.add_argument("--call", type=int, help="the number of the call; the last one by default")
     command.add_argument("--json", action="store_true", help="print what was found as JSON")
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

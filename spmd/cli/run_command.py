@@ -40,7 +40,6 @@ _MOST_THREADS = 8
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``run`` to its parser."""
-    command.description = __doc__
     command.add_argument(
         "-n", "--nproc-per-node", metavar="N", help="ranks on this host; by default one for each GPU, or one"
     )
@@ -49,7 +48,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
     command.add_argument("script", metavar="SCRIPT", help="a Python file")
     command.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

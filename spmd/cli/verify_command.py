@@ -32,7 +32,6 @@ from .step_file import load_step
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``verify`` to its parser."""
-    command.description = __doc__
     command.add_argument(
         "step", metavar="FILE:STEP", help="a Python file, and the compiled step in it, or trainer.step"
     )
@@ -43,7 +42,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--certify", action="store_true", help="derive what the programs compute, up to 1,024 ranks")
     command.add_argument("--bits", action="store_true", help="compare one rank with several, to the last bit")
     command.add_argument("--json", action="store_true", help="print the verdict, or the certificate, as JSON")
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -34,11 +34,9 @@ _SHOWN = 12
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``why`` to its parser."""
-    command.description = __doc__
     command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
     command.add_argument("name", metavar="NAME", nargs="?", help="a parameter, result or module: model.blocks.0")
     command.add_argument("--json", action="store_true", help="print the same as JSON")
-    command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

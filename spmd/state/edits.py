@@ -94,7 +94,7 @@ class Edits:
 
 def whole_state(call: Call, inputs: Sequence[Input]) -> set[str]:
     """The names of state that all ranks have whole, and that is to be the same on all."""
-    if not call.makes_equal:
+    if not call.mode.sync:
         return set()
     ignored = call.annotations.ignored
     return {

@@ -42,7 +42,7 @@ class EqualState:
 
     def make(self, slots: Sequence[Slot]) -> None:
         """Broadcast the state of these slots from rank 0, as far as it was not before."""
-        if not self.call.makes_equal:
+        if not self.call.mode.sync:
             return
         buckets: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for slot in slots:
@@ -58,7 +58,7 @@ class EqualState:
 
     def finish(self) -> None:
         """Note that the state of all optimizers is rank 0's."""
-        for optimizer in self._optimizers if self.call.makes_equal else ():
+        for optimizer in self._optimizers if self.call.mode.sync else ():
             _note_equal(optimizer)
 
     def _unequal(self, slot: Slot) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:

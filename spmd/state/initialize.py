@@ -141,8 +141,8 @@ def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _initializer(module: nn.Module, call: Call) -> Callable[[nn.Module], Any] | None:
     """The initializer of a module: the mode's function, or the module's ``reset_parameters``."""
-    if call.param_init_fn is not None:
-        return call.param_init_fn
+    if call.mode.param_init_fn is not None:
+        return call.mode.param_init_fn
     return methodcaller("reset_parameters") if callable(getattr(module, "reset_parameters", None)) else None
 
 

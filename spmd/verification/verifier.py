@@ -213,7 +213,7 @@ class Verification:
         rank = self.first
         assert rank.turn is not None and rank.turn.call is not None
         call = rank.turn.call
-        policies = [call.mp_policy, *(unit.mp_policy for unit in call.annotations.units)]
+        policies = [call.mode.mp_policy, *(unit.mp_policy for unit in call.annotations.units)]
         draws = rank.program.draws
         return not draws and all(policy is None for policy in policies)
 
