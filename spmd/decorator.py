@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from passes import Pass
 
-from .lowering.compiled_regions import Backend
+from .lowering.backends import Backend
 from .modes.base import ParallelMode
 from .options import ModeName, Options
 from .override import Override

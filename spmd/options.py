@@ -22,7 +22,7 @@ from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
 from .interpreter.interrupts import interruptible
-from .lowering.compiled_regions import Backend, takes_examples
+from .lowering.backends import Backend, check_backend
 from .modes.auto import Auto
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
@@ -114,7 +114,7 @@ class Options:
             gm_transformation=check_callable("gm_transformation", gm_transformation),
             mode=check_mode(parallel_mode),
             passes=check_passes("passes", passes),
-            backend=_check_backend(backend),
+            backend=check_backend(backend),
             dump=_check_folder("dump", dump),
             timeout=_check_timeout(timeout),
             keep_freed_memory=check_flag("keep_freed_memory", keep_freed_memory),
@@ -302,15 +302,6 @@ def check_mode(given: Any) -> ParallelMode:
         raise TypeError(
             f'expected parallel_mode to be a spmd.ParallelMode, such as DataParallel("replicate"), got {given!r}'
         )
-    return given
-
-
-def _check_backend(given: Any) -> Any:
-    if given in ("aten", "inductor"):
-        return given
-    if not callable(given):
-        raise TypeError(f'expected backend to be "aten", "inductor" or a callable, got {given!r}')
-    takes_examples(given)
     return given
 
 

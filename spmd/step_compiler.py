@@ -41,8 +41,8 @@ from .interpreter.interrupts import held_interrupts
 from .interpreter.source_lines import warn_user
 from .interpreter.young_collections import young_collections
 from .lowering.arenas import Arenas
+from .lowering.backends import compiler_of
 from .lowering.codegen import Compiles
-from .lowering.compiled_regions import Backend, CompiledRegions
 from .lowering.cuda_graphs import why_not_captured
 from .lowering.islands import CompiledIslands
 from .lowering.lower import Executable
@@ -100,7 +100,7 @@ class StepCompiler:
         self._arenas: dict[DeviceMesh, Arenas] = {}  # ranks of two meshes need not wait for each other
         self._warned: set[str] = set()  # arguments that may be tables
         self._rows: set[str] = set()  # those that differed between ranks when a program was compiled
-        self._regions = _compiles(options.backend)
+        self._regions = compiler_of(options.backend)
 
     def compile(self, turn: Turn, call: Call, number: int) -> Compiled:
         """Compile a program for the call of this number, on all ranks together; state is as programs need it then."""
@@ -434,12 +434,6 @@ def first_runs(program: Program) -> list[Program]:
     """The program of all micro-batches but the last one, where it is another than that."""
     micro = program.micro_batches
     return [] if micro is None or micro.accumulating is None else [micro.accumulating]
-
-
-def _compiles(backend: Backend) -> Compiles | None:
-    if isinstance(backend, str):
-        return CompiledIslands() if backend == "inductor" else None
-    return CompiledRegions(backend)
 
 
 def _check_same_stage(program: Program, agreement: Agreement) -> None:

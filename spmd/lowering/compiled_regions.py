@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,8 +18,6 @@ from passes import PassError, Region
 from passes.analysis.structural_keys import text_of
 
 from .._torch import FakeTensorMode, OpOverload, ShapeEnv, storage_id, version_of
-
-Backend = Literal["aten", "inductor"] | Callable[..., Any]
 
 
 def takes_examples(backend: Callable[..., Any]) -> bool:
