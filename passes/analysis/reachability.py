@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import fx
 
 
-def ancestors(found: Iterable[fx.Node]) -> set[fx.Node]:
-    """``found`` and all nodes that one of them depends on."""
-    reached: set[fx.Node] = set()
-    pending = list(found)
+def reached(start: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> dict[fx.Node, None]:
+    """``start`` and all nodes that ``onward`` leads to, in the order in which it does."""
+    found, pending = dict[fx.Node, None](), list(start)
     while pending:
         node = pending.pop()
-        if node not in reached:
-            reached.add(node)
-            pending += node.all_input_nodes
-    return reached
+        if node not in found:
+            found[node] = None
+            pending += onward(node)
+    return found
+
+
+def ancestors(found: Iterable[fx.Node]) -> set[fx.Node]:
+    """``found`` and all nodes that one of them depends on."""
+    return set(reached(found, lambda node: node.all_input_nodes))
 
 
 def descendants(nodes: Iterable[fx.Node], found: set[fx.Node]) -> set[fx.Node]:
     """``found`` and those of ``nodes``, in topological order, that depend on one of them."""
-    reached = set(found)
+    after = set(found)
     for node in nodes:
-        if any(needed in reached for needed in node.all_input_nodes):
-            reached.add(node)
-    return reached
+        if any(needed in after for needed in node.all_input_nodes):
+            after.add(node)
+    return after
 
 
 def ancestors_among(graph: fx.Graph, candidates: Sequence[fx.Node]) -> list[int]:

@@ -6,7 +6,7 @@ ranks issue their collectives in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 
 from torch import fx
@@ -19,13 +19,13 @@ def settle(graph: fx.Graph, late: Collection[fx.Node] = ()) -> None:
     node that needs them.
     """
     before = list(graph.nodes)
-    position = {node: k for k, node in enumerate(before)}
+    position, needed = {node: k for k, node in enumerate(before)}, {node: node.all_input_nodes for node in before}
     done: dict[fx.Node, None] = {}
     for node in before[:-1]:
         if node not in late:
-            _emit(node, position, done)
+            emit(node, needed, position, done)
     for node in before:
-        _emit(node, position, done)
+        emit(node, needed, position, done)
     arrange(graph, done)
 
 
@@ -49,12 +49,17 @@ def positions(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int
     return found
 
 
-def _emit(node: fx.Node, position: dict[fx.Node, int], done: dict[fx.Node, None]) -> None:
+def emit(
+    node: fx.Node,
+    needed: Mapping[fx.Node, Iterable[fx.Node]],
+    position: Mapping[fx.Node, int],
+    done: dict[fx.Node, None],
+) -> None:
     """Add ``node`` to ``done``, after everything it needs."""
     stack, open_nodes = [node], set[fx.Node]()
     while stack:
         top = stack[-1]
-        missing = [] if top in done else [needed for needed in top.all_input_nodes if needed not in done]
+        missing = [] if top in done else [each for each in needed[top] if each not in done]
         if not missing:
             done.setdefault(stack.pop())
             continue

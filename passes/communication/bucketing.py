@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..analysis.agreed_sizes import most_bytes, of_all
-from ..analysis.reachability import ancestors_among
+from ..analysis.reachability import ancestors_among, reached
 from ..analysis.topological import settle
 from ..ir.collectives import WAIT, Collective, Kind, group_of, is_wait, operands, reduction_of
 from ..ir.edit import insert_before, replace
@@ -81,13 +81,8 @@ def _readers_before(last: fx.Node, bucket: Bucket) -> set[fx.Node]:
 
     These nodes move down to it. If it moved up to them, so would all that its operands need, in front of all else.
     """
-    found, pending = set[fx.Node](), [wait for member in bucket for wait in member.users]
-    while pending:
-        for reader in pending.pop().users:
-            if reader < last and reader not in found:
-                found.add(reader)
-                pending.append(reader)
-    return found
+    waits = [wait for member in bucket for wait in member.users]
+    return {*reached(waits, lambda node: [reader for reader in node.users if reader < last])} - {*waits}
 
 
 def buckets(program: Program, kind: Kind, op: Any, max_bytes: int, first_bytes: int | None = None) -> list[Bucket]:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from ..analysis.reachability import reached
 from ..analysis.topological import positions, settle
 from ..base import Pass
 from ..ir.collectives import Kind, is_wait, waits_of
@@ -66,12 +67,8 @@ def _complete_at_once(wait: fx.Node) -> fx.Node:
 
 def _copy_at_once(result: fx.Node, sinking: set[fx.Node]) -> None:
     """Copy to host memory, right after ``result``, what unpacks it; the nodes in between move along."""
-    unpacking, pending = set[fx.Node](), list(result.users)
-    while pending:
-        node = pending.pop()
-        if node in sinking and node not in unpacking:
-            unpacking.add(node)
-            pending += [] if node.target is to_host else node.users
+    unpacking = reached([result], lambda node: () if node.target is to_host else sinking.intersection(node.users))
+    del unpacking[result]
     copied = set[fx.Node]()
     for node in sorted(unpacking, reverse=True):
         if node.target is to_host or any(user in copied for user in node.users):

@@ -14,6 +14,7 @@ from functools import cache
 from torch import fx
 
 from ..analysis.aliases import escaping, is_view
+from ..analysis.reachability import reached
 from ..ir.collectives import is_collective, is_wait
 from ..ir.effects import is_pure, is_random
 from ..ir.program import Program
@@ -44,14 +45,12 @@ class Recomputable:
 
     def ops_for(self, op: fx.Node, dropped: Iterable[fx.Node]) -> list[fx.Node]:
         """The ops of forward that run again to have the result of ``op`` if ``dropped`` is not kept, in their order."""
-        lacking, found, pending = set(dropped), dict[fx.Node, None](), [op]
-        while pending:
-            node = pending.pop()
-            if node in found:
-                continue
-            found[node] = None
-            pending += [each for operand in node.all_input_nodes for each in self._lacking(operand, lacking)]
-        return sorted(found)
+        lacking = set(dropped)
+
+        def needed(each: fx.Node) -> list[fx.Node]:
+            return [made for operand in each.all_input_nodes for made in self._lacking(operand, lacking)]
+
+        return sorted(reached([op], needed))
 
     def exists_later(self, node: fx.Node, dropped: set[fx.Node]) -> bool:
         """Whether the value of ``node`` is there in backward if the results of ``dropped`` are not kept.

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
+from ..analysis.reachability import reached
 from ..ir.collectives import Kind, is_collective, is_wait, waits_of
 from ..ir.effects import is_pure
 from ..ir.ops import Trait, has
@@ -131,12 +132,8 @@ def _is_bounded(node: fx.Node) -> bool:
 
 def _unpacked(gathers: Iterable[fx.Node]) -> set[fx.Node]:
     """The results of gathers, and what only unpacks these."""
-    found, pending = set[fx.Node](), [wait for gather in gathers for wait in waits_of(gather)]
-    while pending:
-        node = pending.pop()
-        found.add(node)
-        pending += [user for user in node.users if has(user.target, Trait.VIEW, Trait.UNPACKS)]
-    return found
+    waits = [wait for gather in gathers for wait in waits_of(gather)]
+    return set(reached(waits, lambda node: [u for u in node.users if has(u.target, Trait.VIEW, Trait.UNPACKS)]))
 
 
 def _is_known(node: fx.Node) -> bool:

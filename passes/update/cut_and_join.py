@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import fx
 from .._torch import c10d
 from ..analysis.aliases import is_view, storages
 from ..analysis.reachability import descendants
-from ..analysis.topological import arrange
+from ..analysis.topological import arrange, emit
 from ..errors import PassError
 from ..ir.collectives import Collective, communicate_in, group_of, is_collective, is_shared, is_wait, operands, waits_of
 from ..ir.effects import mutates, written
@@ -331,25 +331,9 @@ def _sink(graph: fx.Graph, late: set[fx.Node]) -> None:
             continue
         if node.op == "output" or node.meta.get("phase") is Phase.BACKWARD:
             for each in sorted(late - done.keys(), key=position.__getitem__):
-                _emit(each, needed, position, done)
-        _emit(node, needed, position, done)
+                emit(each, needed, position, done)
+        emit(node, needed, position, done)
     arrange(graph, done)
-
-
-def _emit(
-    node: fx.Node,
-    needed: Mapping[fx.Node, Iterable[fx.Node]],
-    position: Mapping[fx.Node, int],
-    done: dict[fx.Node, None],
-) -> None:
-    """Add ``node`` to ``done``, after all that it needs."""
-    stack = [node]
-    while stack:
-        missing = [] if stack[-1] in done else [each for each in needed[stack[-1]] if each not in done]
-        if missing:
-            stack += sorted(missing, key=position.__getitem__, reverse=True)
-        else:
-            done.setdefault(stack.pop())
 
 
 def _needs(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -6,13 +6,14 @@ be known before all micro-batches have run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from passes import Output, OutputKind, PartitionError, Program, Role
+from passes.analysis.reachability import reached
 from passes.cleanup.dead_code import DeadCode
 from passes.ir.effects import is_random
 from passes.ir.ops import Trait, has
@@ -132,19 +133,9 @@ def of_activations(captured: Program, sums: Sequence[fx.Node]) -> list[fx.Node]:
 def _needed(program: Program, value: fx.Node) -> str:
     """What a value follows from that is known only in a run; empty if there is nothing."""
     declared = dict(zip(program.placeholders, program.inputs, strict=True))
-    for node in _ancestors(value):
+    for node in reached([value], lambda node: node.all_input_nodes):
         if is_random(node):
             return "a random draw"
         if node.op == "placeholder" and declared[node].role not in _GIVEN:
             return declared[node].name
     return ""
-
-
-def _ancestors(value: fx.Node) -> Iterator[fx.Node]:
-    pending, seen = [value], {value}
-    while pending:
-        node = pending.pop()
-        yield node
-        new = [each for each in node.all_input_nodes if each not in seen]
-        seen.update(new)
-        pending += new
