@@ -19,7 +19,7 @@ from ..ir.collectives import is_collective, operands, waits_of
 from ..ir.effects import written
 from ..ir.ops import Trait, has
 from ..ir.region import region_of
-from ..ir.schemas import argument, schema
+from ..ir.schemas import argument, nodes_in, schema
 from .foreach_ops import entry_of, is_read_by_entries
 
 Storages = frozenset[fx.Node]  # each piece of memory is named by the node that made it
@@ -111,8 +111,5 @@ def _shared_arguments(node: fx.Node) -> list[fx.Node]:
     op: Any = node.target
     if not has(op, Trait.DECLARED):
         return node.all_input_nodes  # Python code, an op of the user's: its result may be any argument
-    shared: list[fx.Node] = []
-    for each in schema(op).arguments:
-        if each.shared:  # with a result, as in Tensor(a)
-            fx.map_arg(argument(node, each.name), shared.append)
-    return shared
+    # with a result, as in Tensor(a)
+    return nodes_in([argument(node, each.name) for each in schema(op).arguments if each.shared])

@@ -16,6 +16,7 @@ from torch import fx
 from .._torch import OpOverload
 from ..ir.effects import is_pure, is_random
 from ..ir.program import output_values
+from ..ir.schemas import nodes_in
 from .strides import have_one_layout
 
 _COMMUTATIVE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
@@ -47,9 +48,7 @@ def is_commutative(node: fx.Node) -> bool:
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments of ``node``, in order, each as often as it is there."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, dict(node.kwargs)), found.append)
-    return found
+    return nodes_in((node.args, dict(node.kwargs)))
 
 
 def _may_move(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from ..runtime.random import draw
 from .collectives import is_message, is_wait
 from .ops import PURE_FUNCTIONS, Trait, draws, has, traits
 from .region import Region
-from .schemas import argument, schema
+from .schemas import argument, nodes_in, schema
 
 _TORCHS = ("aten", "prims")  # namespaces of ops that every backend knows
 
@@ -68,12 +68,9 @@ def mutates(node: fx.Node) -> bool:
 
 def written(node: fx.Node) -> list[fx.Node]:
     """The arguments that ``node`` writes to and that its schema declares, in the order of the schema."""
-    found: list[fx.Node] = []
-    if isinstance(node.target, (OpOverload, Region)):
-        for each in schema(node.target).arguments:
-            if each.written:
-                fx.map_arg(argument(node, each.name), found.append)
-    return found
+    if not isinstance(node.target, (OpOverload, Region)):
+        return []
+    return nodes_in([argument(node, each.name) for each in schema(node.target).arguments if each.written])
 
 
 def is_profiling(node: fx.Node) -> bool:

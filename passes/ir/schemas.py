@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import fx
 
 from .._torch import OpOverload, schema_of
@@ -114,3 +115,15 @@ def argument(node: fx.Node, name: str) -> Any:
     if position is not None and position < len(node.args):
         return node.args[position]
     return node.kwargs.get(name)
+
+
+def nodes_in(value: Any) -> list[fx.Node]:
+    """The nodes in an argument, however deep in lists, each as often as it is there."""
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether an argument is a node whose value is a tensor."""
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from ..ir.effects import is_pure
 from ..ir.meta import Relation
 from ..ir.ops import in_place_variant
 from ..ir.program import Input, OutputKind, Program
+from ..ir.schemas import is_tensor, nodes_in
 from ..runtime.rooms import within
 
 aten = torch.ops.aten
@@ -90,7 +91,7 @@ class _Lifetimes:
         if not isinstance(source, fx.Node) or len(self.found[source]) != 1:
             return False
         (piece,) = self.found[source]
-        readers = [argument for argument in _nodes((op.args, op.kwargs)) if piece in self.found[argument]]
+        readers = [argument for argument in nodes_in((op.args, op.kwargs)) if piece in self.found[argument]]
         owns = source is old or source is piece
         is_free = len(readers) == 1 and self.last_read.get(piece, 0) <= self.position[op]
         return owns and is_free and self.position[op] > self.last_look
@@ -100,13 +101,8 @@ def _updates(program: Program) -> Iterator[tuple[str, fx.Node, fx.Node]]:
     """Each input, or part of a flat one, that is updated and can be written to: name, value, new value."""
     values = program.values()
     for value, output in zip(program.output_values(), program.outputs, strict=True):
-        if output.kind is OutputKind.UPDATE and _is_tensor(value):
+        if output.kind is OutputKind.UPDATE and is_tensor(value):  # a number cannot be written to
             yield output.name, values[output.name][1], value
-
-
-def _is_tensor(value: Any) -> bool:
-    """A number cannot be written to: its update stays an output."""
-    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
 def _overwritten(node: fx.Node) -> Any:
@@ -119,12 +115,6 @@ def _in_place(node: fx.Node) -> Any:
     """The variant of the op of ``node`` that writes to its first argument; None if there is none."""
     op = node.target
     return in_place_variant(op) if isinstance(op, OpOverload) and is_pure(node) else None
-
-
-def _nodes(value: Any) -> Iterable[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.map_arg(value, nodes.append)
-    return nodes
 
 
 def _drop_outputs(program: Program, updated: set[str]) -> None:

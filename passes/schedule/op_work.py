@@ -22,7 +22,7 @@ from ..analysis.foreach_ops import is_over_lists, only_read
 from ..ir.effects import mutates, written
 from ..ir.ops import Trait, find, has
 from ..ir.region import Region, region_of
-from ..ir.schemas import schema
+from ..ir.schemas import nodes_in, schema
 from ..memory.pieces import tensors
 
 aten = torch.ops.aten
@@ -145,8 +145,7 @@ def _is_in_place(node: fx.Node) -> bool:
 def _read(node: fx.Node) -> Iterator[torch.Tensor]:
     """The tensors that a node reads; what it only writes into is among the results."""
     outs = {name for name in node.kwargs if name in _out_names(node.target)}
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k not in outs}), found.append)
+    found = nodes_in((node.args, {k: v for k, v in node.kwargs.items() if k not in outs}))
     only_written = written(node) if region_of(node) is not None else node.args[:1] if node.target in _FILLS else ()
     yield from (val for each in found if each not in only_written for val in tensors(each.meta.get("val")))
 
@@ -160,7 +159,7 @@ def _results(node: fx.Node) -> Iterator[torch.Tensor]:
     if node.meta.get("val") is not None:
         yield from tensors(node.meta["val"])
         return
-    unchanged = {each for k in only_read(node) for each in _nodes(node.args[k])}
+    unchanged = {each for k in only_read(node) for each in nodes_in(node.args[k])}
     yield from (val for each in written(node) if each not in unchanged for val in tensors(each.meta.get("val")))
 
 
@@ -168,7 +167,7 @@ def _flops(op: Any, node: fx.Node) -> int:
     """FLOPs by torch's formula; 0 if it has none."""
     packet: Any = op.overloadpacket if isinstance(op, OpOverload) else None
     formula = flop_registry.get(packet)
-    if formula is None or "attention" in packet.__name__ or any("val" not in each.meta for each in _nodes(node.args)):
+    if formula is None or "attention" in packet.__name__ or any("val" not in each.meta for each in nodes_in(node.args)):
         return 0
     outs = _out_names(node.target)
     options = {name: value for name, value in node.kwargs.items() if name not in outs}
@@ -180,9 +179,3 @@ def _products(read: list[torch.Tensor]) -> int:
     """How many matrix products one op does: a batch of them, if both operands have three dims."""
     batched = [val for val in read if val.dim() == 3]
     return max(1, batched[0].shape[0]) if len(batched) >= 2 else 1
-
-
-def _nodes(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return found

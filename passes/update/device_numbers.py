@@ -20,6 +20,7 @@ from ..ir.edit import insert_before, replace
 from ..ir.ops import aten as aten_ops
 from ..ir.program import Input, Program
 from ..ir.roles import Role
+from ..ir.schemas import is_tensor
 from ..runtime.random import draw, is_drawn_by_position
 from .optimizer_kernels import kernels
 
@@ -95,7 +96,7 @@ class _Edit:
     """Rewrites the ops of one program. ``tensors``: by number of the host, the tensor that stands for it."""
 
     def __init__(self, program: Program, chosen: Mapping[fx.Node, Input]) -> None:
-        like: torch.Tensor = next(node.meta["val"] for node in program.graph.nodes if _is_tensor(node))
+        like: torch.Tensor = next(node.meta["val"] for node in program.graph.nodes if is_tensor(node))
         self.device, self.mode = like.device, like.fake_mode if isinstance(like, FakeTensor) else nullcontext()
         self.tensors: dict[fx.Node, fx.Node | None] = {}
         self.cast: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
@@ -121,7 +122,7 @@ class _Edit:
         if node.target in _KERNELS:
             return self._rewrite_kernel(node, _KERNELS[node.target])
         formula, val = _FORMULAS.get(node.target), node.meta.get("val")
-        operands = [each.meta["val"] for each in node.all_input_nodes if _is_tensor(each)]
+        operands = [each.meta["val"] for each in node.all_input_nodes if is_tensor(each)]
         here = isinstance(val, torch.Tensor) and {each.device for each in (val, *operands)} == {self.device}
         if formula is None or not here:
             return False
@@ -183,7 +184,7 @@ class _Typed:
         self.result = val.dtype if isinstance(val, torch.Tensor) else _dtype(val)
         common = self.result
         if common is torch.bool:
-            numbers = [each for each in node.args if not _is_tensor(each) and _is_number(each)]
+            numbers = [each for each in node.args if not is_tensor(each) and _is_number(each)]
             common = torch.result_type(operands[0], _present(numbers[0]))
         rounds = self.result is torch.bool or node.target is aten.remainder.Scalar  # the number to the tensor's dtype
         self.dtype = torch.float32 if common in _LOW and not rounds else common
@@ -198,14 +199,14 @@ class _Typed:
         tensor = self.edit.tensor(value)
         if tensor is not None:
             return self._number(tensor)
-        low = _is_tensor(value) and value.meta["val"].dtype in _LOW and self.dtype not in _LOW
+        low = is_tensor(value) and value.meta["val"].dtype in _LOW and self.dtype not in _LOW
         return self.edit.converted(value, torch.float32, self.node) if low else value
 
     def _number(self, tensor: fx.Node) -> fx.Node:
         """A number as an operand: fp64 beside tensors of another floating dtype keeps theirs if these have dims."""
         whole = tensor.meta["val"].dtype is torch.int64 and self.dtype is not torch.float64
         keeps = self.shape and (self.dtype.is_floating_point or self.dtype.is_complex or whole)
-        operands = [each.meta["val"].dtype for each in self.node.all_input_nodes if _is_tensor(each)]
+        operands = [each.meta["val"].dtype for each in self.node.all_input_nodes if is_tensor(each)]
         keeps = keeps and all(dtype is self.dtype or dtype in _LOW for dtype in operands) and bool(operands)
         return tensor if keeps else self.edit.converted(tensor, self.dtype, self.node)
 
@@ -215,33 +216,33 @@ class _Typed:
 
     def full(self, value: Any) -> Any:
         """A tensor without dims in the place of a Python number."""
-        if _is_tensor(value):
+        if is_tensor(value):
             return self.edit.converted(value, self.dtype, self.node)
         return self.call(aten.full.default, [], value, dtype=self.dtype, device=self.edit.device)
 
     def add(self, x: Any, y: Any) -> fx.Node:
         """``x + y``; one of the two is a tensor, as in all that follow."""
-        return self.call(aten.add.Tensor, *((x, y) if _is_tensor(x) else (y, x)))
+        return self.call(aten.add.Tensor, *((x, y) if is_tensor(x) else (y, x)))
 
     def sub(self, x: Any, y: Any) -> fx.Node:
         """``x - y``."""
-        return self.call(aten.sub.Tensor, x, y) if _is_tensor(x) else self.call(aten.rsub.Scalar, y, x)
+        return self.call(aten.sub.Tensor, x, y) if is_tensor(x) else self.call(aten.rsub.Scalar, y, x)
 
     def mul(self, x: Any, y: Any) -> Any:
         """``x * y``; ``x`` if ``y`` is a literal 1."""
         if type(y) is int and y == 1:
             return x
-        return self.call(aten.mul.Tensor, *((x, y) if _is_tensor(x) else (y, x)))
+        return self.call(aten.mul.Tensor, *((x, y) if is_tensor(x) else (y, x)))
 
     def div(self, x: Any, y: Any) -> fx.Node:
         """``x / y``."""
-        return self.call(aten.div.Tensor, x if _is_tensor(x) else self.full(x), y)
+        return self.call(aten.div.Tensor, x if is_tensor(x) else self.full(x), y)
 
     def pow(self, x: Any, y: Any) -> fx.Node:
         """``x ** y``."""
-        if not _is_tensor(y):
+        if not is_tensor(y):
             return self.call(aten.pow.Tensor_Scalar, x, y)
-        return self.call(aten.pow.Tensor_Tensor if _is_tensor(x) else aten.pow.Scalar, x, y)
+        return self.call(aten.pow.Tensor_Tensor if is_tensor(x) else aten.pow.Scalar, x, y)
 
 
 def _by(op: Any) -> Callable[..., fx.Node]:
@@ -291,10 +292,6 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
-
-
 def _is_number(node: Any) -> bool:
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(val, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(val, bool)
@@ -307,6 +304,6 @@ def _dtype(number: Any) -> torch.dtype:
 def _present(node: Any) -> Any:
     """The value of a node as far as shapes and dtypes depend on it."""
     val = node.meta["val"]
-    if _is_tensor(node):
+    if is_tensor(node):
         return val
     return 0.5 if _dtype(val) is torch.float64 else 1

@@ -19,6 +19,7 @@ from ..ir.effects import is_pure
 from ..ir.ops import Trait, has
 from ..ir.program import Program
 from ..ir.roles import Phase, Role
+from ..ir.schemas import is_tensor
 from .optimizer_kernels import kernels
 
 aten = torch.ops.aten
@@ -32,11 +33,11 @@ _KERNELS = {op for kernel in kernels() for op in (kernel.op, kernel.op_with_tens
 def over_lists(node: fx.Node) -> Any:
     """The op that does to lists what ``node`` does to tensors of one device; None if there is none."""
     among_tensors, with_number = ops.over_lists(node.target)
-    if not node.args or not _is_tensor(node.args[0]):
+    if not node.args or not is_tensor(node.args[0]):
         return None
-    if len({each.meta["val"].device for each in node.all_input_nodes if _is_tensor(each)}) > 1:
+    if len({each.meta["val"].device for each in node.all_input_nodes if is_tensor(each)}) > 1:
         return None
-    if len(node.args) < 2 or _is_tensor(node.args[1]):
+    if len(node.args) < 2 or is_tensor(node.args[1]):
         return among_tensors
     return with_number if not node.kwargs and not _is_rounded_over_lists(node) else None
 
@@ -51,7 +52,7 @@ def in_a_row(node: fx.Node) -> bool:
     """Whether ``node`` computes a tensor without dims from such tensors, as it would from rows of them."""
     if not has(node.target, Trait.POINTWISE_KERNEL) and node.target is not aten._to_copy.default:
         return False
-    operands = [each.meta["val"] for each in node.all_input_nodes if _is_tensor(each)]
+    operands = [each.meta["val"] for each in node.all_input_nodes if is_tensor(each)]
     lists = any(isinstance(value, (list, tuple)) for value in node.args)
     return bool(operands) and not lists and not any(val.ndim for val in (*operands, node.meta["val"]))
 
@@ -101,7 +102,7 @@ class _ValueNumbering:
         return self.depth[node], self.unit.get(owner), self.number[node]
 
     def _may(self, node: fx.Node) -> bool:
-        if any(map(_is_tensor, node.kwargs.values())):
+        if any(map(is_tensor, node.kwargs.values())):
             return False  # each may have its own
         return over_lists(node) is not None or (in_a_row(node) and node not in self.kept)
 
@@ -110,7 +111,7 @@ class _ValueNumbering:
             return tuple(map(self._structure, value))
         if not isinstance(value, fx.Node):
             return type(value), repr(value)
-        if not _is_tensor(value):
+        if not is_tensor(value):
             return value  # one number for all
         val = value.meta["val"]
         return self.number.get(value, "given"), val.ndim == 0, val.dtype
@@ -125,7 +126,7 @@ def _owners(program: Program) -> dict[fx.Node, str]:
         if name in values and name is not None:
             owner[node] = name
     updates = [node for node in program.graph.nodes if node.meta.get("phase") == Phase.UPDATE]
-    updates = [node for node in updates if is_pure(node) and _is_tensor(node) and not _serves_kernel(node)]
+    updates = [node for node in updates if is_pure(node) and is_tensor(node) and not _serves_kernel(node)]
     for nodes, others in ((updates, "all_input_nodes"), (updates[::-1], "users")):
         for node in nodes:
             found = next((owner[each] for each in getattr(node, others) if each in owner), None)
@@ -137,7 +138,3 @@ def _owners(program: Program) -> dict[fx.Node, str]:
 def _serves_kernel(node: fx.Node) -> bool:
     """Whether a fused kernel alone reads ``node``: then it belongs to all parameters that the kernel updates."""
     return bool(node.users) and all(user.target in _KERNELS for user in node.users)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

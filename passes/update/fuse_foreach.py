@@ -13,6 +13,7 @@ from torch import fx
 from ..analysis.foreach_ops import call_before, list_before, replace_by_entries
 from ..base import Pass
 from ..ir.program import Program
+from ..ir.schemas import is_tensor
 from .foreach_groups import Group, groups, in_a_row, over_lists
 from .fuse_update import FuseUpdate, first_of, settle_and_clear
 
@@ -49,7 +50,7 @@ def _fuse(group: Group, kept: Collection[fx.Node], start: fx.Node) -> None:
     row = in_a_row(first) and not any(node in kept for node in group)
     gather: Callable[..., Any] = _row if row else _list
     arguments = tuple(
-        gather([node.args[k] for node in group], start) if _is_tensor(given) else given
+        gather([node.args[k] for node in group], start) if is_tensor(given) else given
         for k, given in enumerate(first.args)
     )
     options = dict(first.kwargs)
@@ -71,7 +72,3 @@ def _row(values: list[fx.Node], start: fx.Node) -> fx.Node:
     if isinstance(cut, fx.Node) and cut.target is aten.unbind.int and whole and len(cut.users) == len(values):
         return cut.all_input_nodes[0]
     return call_before(start, aten.stack.default, (values,))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

@@ -26,7 +26,7 @@ from passes.analysis.structural_keys import is_commutative, operands, structural
 from ..call.call import Call
 from ..call.tree import paths_of
 from ..ranks.consensus import AllGatherText
-from ..ranks.equal_values import bytes_of
+from ..ranks.equal_values import hash_of
 from .captured import Captured, FromOutput
 
 
@@ -118,11 +118,7 @@ def _keys(captured: Captured) -> dict[fx.Node, str]:
 
 def _constant_ids(captured: Captured) -> list[str]:
     """The identity of each constant, by its contents, in order: names only number constants as they are met."""
-    return [f"constant {c.dtype} {list(c.shape)} {_bytes_digest(c)}" for c in captured.constants]
-
-
-def _bytes_digest(constant: torch.Tensor) -> str:
-    return hashlib.sha256(bytes_of(constant.cpu()).numpy().data).hexdigest()
+    return [f"constant {c.dtype} {list(c.shape)} {hash_of(c)}" for c in captured.constants]
 
 
 def _output_ids(captured: Captured) -> list[str]:

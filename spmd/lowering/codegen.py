@@ -32,7 +32,7 @@ import linecache
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, count, takewhile
 from operator import is_
@@ -49,7 +49,7 @@ from passes.ir.effects import mutates, written
 from passes.ir.program import is_sharded
 from passes.ir.region import Region, region_of
 from passes.ir.region import regions as find_regions
-from passes.ir.schemas import schema
+from passes.ir.schemas import nodes_in, schema
 from passes.runtime.arena import ALIGNMENT, is_unaligned, reserve, view_at, whole
 from passes.runtime.host_memory import wait_copy
 from passes.runtime.message_collectives import OUT_VARIANTS
@@ -327,7 +327,7 @@ class _Writer:
             self._prepare(node)
             return
         target = _returned_argument(node)
-        if target is not None and self._all_fixed(_nodes(target)):  # runs each time, but its result is known before
+        if target is not None and self._all_fixed(nodes_in(target)):  # runs each time, but its result is known before
             self.fixed.add(node)
             self.done_once.append(f"{self.names[node]} = {self._value(target)}")
             line = f"{self.prepared[target]}.wait()" if target in self.prepared else self._call(node)
@@ -337,7 +337,7 @@ class _Writer:
     def _write_on_stream(self, node: fx.Node, on: str) -> None:
         """Issue a transfer on its stream; a wait stands for its operand, since stream operations do the waiting."""
         name, target = self.names[node], _returned_argument(node)
-        if target is not None and self._all_fixed(_nodes(target)):
+        if target is not None and self._all_fixed(nodes_in(target)):
             self.fixed.add(node)
             self.done_once.append(f"{name} = {self._value(target)}")
         elif target is not None:
@@ -391,7 +391,7 @@ class _Writer:
     def _return(self) -> None:
         """Return a new object for each view at each call: the user may keep it, or write to it."""
         returned = self.program.output_node.args[0]
-        views = [node for node in _nodes(returned) if node in self.fixed and node.op != "placeholder"]
+        views = [node for node in nodes_in(returned) if node in self.fixed and node.op != "placeholder"]
         for node in dict.fromkeys(views):
             self.each_call.append(f"{self.names[node]}_own = {self._name(aten.alias.default)}({self.names[node]})")
         own = {node: f"{self.names[node]}_own" for node in views}
@@ -520,12 +520,6 @@ def _last_uses(graph: fx.Graph, other: Iterable[fx.Node] = ()) -> dict[fx.Node, 
                 seen.add(each)
                 dying.setdefault(node, []).append(each)
     return dying
-
-
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return iter(found)
 
 
 def _compiled(text: str, scope: dict[str, Any]) -> tuple[Callable[..., Halves], str]:
