@@ -14,9 +14,9 @@ from .call.state import submodules_of
 from .capture import Captured, capture, in_rank_zero_order
 from .capture.sizes.any_size import AnySize, capture_any_size
 from .capture.sizes.size_symbols import AS_CALLED, TracedSizes
-from .dispatch import Dispatch
 from .guards.read_guards import ReadGuards
 from .interpreter.source_lines import warn_user
+from .next_capture import NextCapture
 from .options import Options
 from .override import Override, replaced
 from .python_state.effects.carried import Carried
@@ -47,24 +47,24 @@ def capture_call(
     call: Call,
     name: str,
     options: Options,
-    dispatch: Dispatch,
+    captures: NextCapture,
     agreement: Agreement,
     shared: ServingCapture,
     lookup: Lookup,
 ) -> CapturedCall:
     """The program of a call on global shapes, in rank 0's order. All ranks call it together.
 
-    ``shared`` is as ``Dispatch.find_capture`` finds it; ``lookup`` says whether the first rank captures for all. Raises
+    ``shared`` is as ``NextCapture.find`` finds it; ``lookup`` says whether the first rank captures for all. Raises
     ``CaptureError`` if the step cannot be traced.
     """
-    tracing = _Tracing(function, call, name, options.overrides, dispatch, lookup.live, shared.own)
+    tracing = _Tracing(function, call, name, options.overrides, captures, lookup.live, shared.own)
     if shared.own is not None and shared.is_common:
         found = tracing.capture()
     else:
         found = _by_first_rank(tracing, lookup, agreement) if lookup.is_shared else tracing.trace()
-        dispatch.numbers.note_fixed(lookup.live, found.captured)
+        captures.numbers.note_fixed(lookup.live, found.captured)
         if found.captured.returns_loss and agreement.is_first_rank:
-            warn_user(_RETURNS_LOSS.format(dispatch.name))
+            warn_user(_RETURNS_LOSS.format(captures.name))
         if not found.by_first_rank and len(set(agreement.all_gather_text(str(found.any_size is not None)))) > 1:
             found = found.for_this_size()  # some rank could trace it for no other
     captured = found.captured
@@ -98,7 +98,7 @@ def _by_first_rank(tracing: _Tracing, lookup: Lookup, agreement: Agreement) -> C
     if content and not any(agreement.all_gather_text(unbound)):
         assert found is not None, "all ranks have captured or bound it"
         return CapturedCall(*found[:3], by_first_rank=True)
-    tracing.dispatch.captures_apart = True
+    tracing.captures.is_apart = True
     if found is not None and agreement.is_first_rank:
         return found
     lookup.forget()
@@ -120,7 +120,7 @@ class _Tracing:
     call: Call
     name: str
     overrides: Sequence[Override]
-    dispatch: Dispatch
+    captures: NextCapture
     live: Carried
     own: SharedCapture | None
 
@@ -142,9 +142,9 @@ class _Tracing:
             try:
                 found = self._for_sizes()
             except LogsFound as logs:
-                self.dispatch.note_logs(call, logs)
+                self.captures.note_logs(call, logs)
                 continue
-            again = call.end_idle_state(found.captured.program, self.dispatch.idle)
+            again = call.end_idle_state(found.captured.program, self.captures.idle)
             if call.without_gradient - found.captured.cleared_first:
                 again |= call.leave_out_gradients(call.without_gradient & found.captured.cleared_first)
             if not again:
@@ -152,9 +152,9 @@ class _Tracing:
 
     def _for_sizes(self) -> CapturedCall:
         """Trace the step for any of the sizes that change from call to call if that can be, else for those it has."""
-        dispatch, call = self.dispatch, self.call
-        found, fixed = capture_any_size(self._once, dispatch.open_sizes(call), dispatch.programs.captures(call))
-        notes = dispatch.shared.note_fixed(fixed)
+        captures, call = self.captures, self.call
+        found, fixed = capture_any_size(self._once, captures.open_sizes(call), captures.earlier(call))
+        notes = captures.shared.note_fixed(fixed)
         if found is None:
             captured, reads = self._once(AS_CALLED)
         else:
@@ -169,7 +169,7 @@ class _Tracing:
         chosen = ReplacementReads(names={id(module): name for name, module in submodules_of(modules)})
         watch = chosen.watch(*self.overrides) if self.overrides else nullcontext()
         with replaced(modules, self.overrides, watch):
-            carried = self.dispatch.carried(self.call)
+            carried = self.captures.carried(self.call)
             captured, reads = capture(self.function, self.call, self.name, carried, self.live, sizes)
         chosen.add_to(reads)
         return captured, reads

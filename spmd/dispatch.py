@@ -7,37 +7,31 @@ Ranks that would run different programs raise in the same call, all of them, sin
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from passes import RankMismatchError
 
 from .annotations.no_sync import check_no_sync_is_inside
-from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.compare_arguments import describe_shapes
 from .call.found import with_found
-from .call.initial_state import Idle
 from .call.refuse_saves import refusal_of
 from .call.rng import describe_seed
 from .call.state import ArgumentReader, Arguments
 from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, inputs_of, restore, splits_of
-from .capture.sizes.size_symbols import TracedSizes
 from .deferral import pending
 from .guards.guards import Live
 from .guards.leaves import Leaves
-from .live_numbers import LiveNumbers
+from .next_capture import NextCapture
 from .options import Options
-from .python_state.effects.carried import Carried
 from .ranks.connection import Connection
 from .ranks.consensus import (
     COMPILE,
     FAILED,
-    AllGatherText,
     MeshRanks,
     ProgramsDifferError,
     agree_on_program,
@@ -48,7 +42,6 @@ from .running.compiled import Compiled, Restore
 from .running.deferred_program import DeferredProgram
 from .running.expert_room import ExpertRoom
 from .running.kept_programs import KeptPrograms
-from .shared_captures import NONE, ServingCapture, SharedCaptures
 from .state.edits import EditedError, compare_edits, number_of
 from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
@@ -95,12 +88,9 @@ class Dispatch:
         self.name, self.options, self._where = name, options, where
         self.programs = KeptPrograms(name, options.max_programs)
         self.room = ExpertRoom(options)
-        self.captures_apart = False  # whether each rank captures for itself
         self._function, self._reader = function, ArgumentReader(inspect.signature(function))
-        self.numbers = LiveNumbers(name)
-        self.idle = Idle()  # parameters that the step was found not to update
+        self.captures = NextCapture(name, function, options.dynamic, self._reader, self.programs, self.room)
         self.rows_of_results = RowsOfResults()
-        self.shared = SharedCaptures(name, options.dynamic)
         self._known_splits: dict[tuple[tuple[str, int], ...], dict[str, Split]] = {}
 
     def begin(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -265,58 +255,11 @@ class Dispatch:
         """The ranks that a call compiles with."""
         return MeshRanks.of(call.device_mesh, self.options.timeout)
 
-    def carried(self, call: Call) -> Carried:
-        """The Python state that the programs so far write, of the models of a call: what may be inputs of the next."""
-        return self.numbers.carried(compiled.captured for compiled in self.programs.of_models(call))
-
-    def find_capture(self, call: Call, all_gather_text: AllGatherText) -> tuple[ServingCapture, Carried]:
-        """The capture that serves a call, if there is one, and the numbers that a new one takes as inputs.
-
-        These are the Python numbers that have changed since the step was compiled, on any rank: the next program reads
-        them at each call.
-        """
-        if not self.programs.compiled:
-            return ServingCapture(), self.numbers.of_first(call)
-        sites, changed = self.numbers.changes(call, self.programs.of_models(call))
-        own = self.shared.number_for(call)
-        gathered = [json.loads(text) for text in all_gather_text(json.dumps([own, changed]))]
-        live = self.numbers.of_next(call, sites, [name for _, names in gathered for name in names])
-        found = None if own == NONE else self.shared.of_number(own)
-        return ServingCapture(found, all(number == own for number, _ in gathered)), live
-
-    def why_not_cached(self, call: Call) -> str:
-        """Why no entry of the cache can serve a call: what an earlier call of this process had decides, too."""
-        reasons = {
-            "its experts had more rows than it had room for": self.room.outgrown,
-            "its schedule follows what was measured": self.programs.last is not None and bool(self.programs.last.left),
-            "it has logs among its arguments": self._reader.logs,
-            "the programs so far write to Python state": self.carried(call),
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
-
-    def open_sizes(self, call: Call) -> TracedSizes:
-        """The sizes of arguments that the next capture leaves open."""
-        return self.shared.open_sizes(call, [each.captured for each in self.programs.of_models(call)])
-
-    def note_logs(self, call: Call, found: LogsFound) -> None:
-        """Read the arguments of a call anew, where containers among them are logs, or are none after all."""
-        reader = self._reader
-        if found.are_logs:
-            reader.logs |= found.paths
-        else:
-            reader.logs -= found.paths
-            reader.no_logs |= found.paths
-        call.no_logs = reader.no_logs
-        tensors = {leaf.name: leaf for leaf in call.given.tensors()}  # rows may have been exchanged
-        given = reader.read(*call.given.given)
-        given = replace(given, leaves=[tensors.get(leaf.name, leaf) for leaf in given.leaves])
-        call.read_again(with_found(self._function, given))
-
     def add(self, compiled: Compiled, change: str, call: Call) -> None:
         """Keep a new program, compiled for a call since ``change``, and its capture, if that serves other sizes."""
         self.programs.add(compiled, change)
         if compiled.any_size is not None:
-            self.shared.add(self.programs.compiled, compiled.any_size, compiled.guards, call)
+            self.captures.shared.add(self.programs.compiled, compiled.any_size, compiled.guards, call)
 
     def outgrow(self, turn: Turn, compiled: Compiled, times: float) -> None:
         """Let a call that has changed nothing run a program with ``times`` the room or more; all ranks call this."""

@@ -114,7 +114,7 @@ class StepCompiler:
                 stages = CompilePhases(
                     f"{self._name}/program-{self._dispatch.programs.compiled}", self._where, progress, reason
                 )
-                begun = call.initial_state(self._dispatch.idle)
+                begun = call.initial_state(self._dispatch.captures.idle)
                 with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
                     compiled = self._compiled(turn, call, agreement, stages)
             if self._options.check_first:
@@ -146,10 +146,10 @@ class StepCompiler:
         dump = self.dumps.dump(options.dump_folder, name)
         with stages.explained("reading the call"):
             notes, modes = self._settle(call, agreement), torch_settings()
-            shared, live = self._dispatch.find_capture(call, agreement.all_gather_text)
+            shared, live = self._dispatch.captures.find(call, agreement.all_gather_text)
         with stages.stage("cache") if options.cache_option.folder else stages.explained("finding an entry"):
-            why = self._dispatch.why_not_cached(call)
-            shares = not self._dispatch.captures_apart
+            why = self._dispatch.captures.why_not_cached(call)
+            shares = not self._dispatch.captures.is_apart
             lookup = look_up(name, self._function, call, options, live, why, shares, agreement)
             made = self._from_entry(lookup, call, agreement, stages, dump)
         if made is None:
@@ -222,7 +222,7 @@ class StepCompiler:
         options, name = self._options, stages.name
         with stages.stage("capture"):
             captured, reads, any_size, by_first_rank = capture_call(
-                self._function, call, name, options, self._dispatch, agreement, shared, lookup
+                self._function, call, name, options, self._dispatch.captures, agreement, shared, lookup
             )
             check_memory(captured.program, call, captured.carried, captured.constants)
             stages.captured_on = agreement.members[0] if by_first_rank else None
@@ -290,7 +290,7 @@ class StepCompiler:
                 entry = ""  # ranks compare what they made
         check_memory(captured.program, call, captured.carried, captured.constants)
         agreement.check_captured(text_of(captured, call, warm.number))
-        self._dispatch.numbers.note_fixed(lookup.live, captured)
+        self._dispatch.captures.numbers.note_fixed(lookup.live, captured)
         set_flags(call, warm.flags)
         state = prepare(call, local.inputs)
         return Made(captured, warm.reads, None, local, {}, state, pipeline, program, None, entry)

@@ -154,12 +154,12 @@ class StepRunner:
         turn = Turn()
         self._dispatch.fit(turn, given)
         assert turn.call is not None
-        options, dispatch = self._options, self._dispatch
-        begun = turn.call.initial_state(dispatch.idle)
+        options, captures = self._options, self._dispatch.captures
+        begun = turn.call.initial_state(captures.idle)
         with no_hooks_on_calls(), begun, all_or_none(self._name, turn.connection) as agreement:
-            shared, live = dispatch.find_capture(turn.call, agreement.all_gather_text)
+            shared, live = captures.find(turn.call, agreement.all_gather_text)
             lookup = Lookup(turn.call, self._function, live)
-            found = capture_call(self._function, turn.call, self._name, options, dispatch, agreement, shared, lookup)
+            found = capture_call(self._function, turn.call, self._name, options, captures, agreement, shared, lookup)
         return found.captured.program
 
     def _ready(self, turn: Turn) -> Compiled:

@@ -61,7 +61,7 @@ ORDER = {
         shared_captures unsharded initialized mesh_picture profile recorder
         cache/
         checkpoints/
-        live_numbers
+        next_capture
         dispatch
         capture_call
         step_compiler

@@ -8,13 +8,13 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from .call.call import Call
-from .capture import Captured
-from .guards.leaves import can_be_live, is_text
-from .interpreter.source_lines import warn_user
-from .python_state.effects.carried import Carried
-from .python_state.reads import ReadSite
-from .running.compiled import Compiled
+from ..call.call import Call
+from ..capture import Captured
+from ..guards.leaves import can_be_live, is_text
+from ..interpreter.source_lines import warn_user
+from ..python_state.effects.carried import Carried
+from ..python_state.reads import ReadSite
+from .compiled import Compiled
 
 
 class LiveNumbers:
