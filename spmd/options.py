@@ -148,7 +148,8 @@ class Options:
 
         ``kept``: as for ``fitted``. Raises ``MemoryBudgetError`` if none fits.
         """
-        local, needed = self.mode.partition(captured), list[int]()
+        mode, needed = self.mode, list[int]()
+        local = mode.partition_together(captured, all_gather) if isinstance(mode, Auto) else mode.partition(captured)
         while self.memory is not None and local.stages is not None:
             needed.append(bytes_of_stages(local, self.pipeline, all_gather, kept))
             if needed[-1] <= self.memory:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from passes import Program
+from passes import Pass, Program, RankFailedError
 from passes.runtime.rooms import RoomExceededError
 
 from ._torch import DisableTorchFunctionSubclass
@@ -118,17 +118,35 @@ class StepRunner:
         """Decide, with all ranks, whether another schedule takes over; returns the program to run."""
         connection = turn.connection
         gather = partial(connection.all_gather_text, what=self._name) if connection is not None else lambda text: [text]
-        changes = adapting.decide(compiled.partitioned, compiled.program, compiled.report.measured, gather)
-        if changes:
-            self._dispatch.leave(turn, compiled, "calls were measured, and take another schedule")
-            with self._compiler.running(adapting.pipeline):
-                left, compiled = compiled, self._ready(turn)
-            left.drop()
-            adapting.changed = compiled.identity
+        pipeline = adapting.decide(compiled.partitioned, compiled.program, compiled.report.measured, gather)
+        if pipeline is not None:
+            compiled = self._exchange(turn, compiled, pipeline, adapting)
         compiled.program.notes.append(adapting.note)
         if adapting.is_done and not any(axis.coordinate for axis in compiled.program.mesh.axes):
             adapting.say()
         return compiled
+
+    def _exchange(self, turn: Turn, compiled: Compiled, pipeline: tuple[Pass, ...], adapting: Adapting) -> Compiled:
+        """The program with the other schedule; the one that runs where that does not compile, on all ranks alike."""
+        assert turn.call is not None, "a call that has begun was read"
+        self._dispatch.leave(turn, compiled, "calls were measured, and take another schedule")
+        try:
+            with self._compiler.running(pipeline):
+                adapted = self._ready(turn)
+        except RankFailedError:  # not of the schedule: a rank is gone, or was interrupted
+            raise
+        except Exception as error:
+            if turn.is_distributing:
+                raise
+            adapting.give_up(error)
+            compiled.left = ""
+            self._dispatch.fit(turn, turn.call.given)
+            if turn.connection is not None:
+                turn.connection.is_in_call = True  # which ended where the ranks learned of the error
+            return compiled
+        compiled.drop()
+        adapting.adopt(adapted.identity)
+        return adapted
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of a call, by name. Raises ``TypeError`` as the function itself would."""

@@ -1,11 +1,12 @@
 """Estimates beside published steps of others: step time, memory, the order of layouts, pairs that differ in one option.
 
-    python -m benchmarks.anchors FILE.csv [--out PRED.csv] [--fit]
+    python -m benchmarks.anchors FILE.csv [--out PRED.csv] [--fit] [--noise]
 
 FILE has a row for each run: its model by dims, layout, batch, GPUs, and seconds of a step. Two blocks of each model are
 captured, partitioned and cleaned by this project on fake ranks; a plan estimates the rest. ``--out`` writes id, step_s
 and memory_gib of each row, empty with the reason where it has no estimate. ``--fit`` fits the constants and says what
 they are, and how well constants that were fitted on other models, and on other sources alone, do on the rest.
+``--noise`` estimates nothing, and prints what a regression on the rows of each large sweep themselves gets.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from spmd.planning.estimate import Estimate
 from .errors import Errors, by_group
 from .fit import estimated, fit, halves, held_out, sources, used
 from .fit import write as write_constants
+from .noise import regressed
 from .rows import Row, UnknownError
 
 
@@ -90,10 +92,16 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="the table of published runs")
     parser.add_argument("--out", type=Path, help="write the estimates to this file")
     parser.add_argument("--fit", action="store_true", help="fit the constants, and write them into the modules")
+    parser.add_argument("--noise", action="store_true", help="print how far measured rows scatter, and end")
     parser.add_argument("--rounds", type=int, default=10, help="over all constants, to fit them (%(default)s)")
     options = parser.parse_args()
     with options.file.open() as file:
         rows = [Row(cells) for cells in csv.DictReader(file)]
+    if options.noise:
+        regression = regressed(rows)
+        swept = [row for row in rows if row.id in regression]
+        Console(width=160).print(table_of(by_group(swept, regression, {}), "a regression on the rows of each sweep"))
+        return
     start = time.perf_counter()
     found, reasons = estimates(rows)
     seconds = (time.perf_counter() - start) / max(1, len(rows))

@@ -161,13 +161,20 @@ def write(constants: Constants, software: Mapping[str, Software], rows: Sequence
     head = '"""Constants that `python -m benchmarks.anchors FILE.csv --fit` has written; format them with ruff."""\n\n'
     made = f"from .machine import Constants\n\nCONSTANTS = {constants!r}\n"
     (folder / "spmd" / "planning" / "fitted.py").write_text(head + made)
-    made = f"from spmd.planning.machine import Software\n\nSOFTWARE = {dict(software)!r}\n"
+    listed = "".join(f"    {name!r}: Software({_changed(each)}),\n" for name, each in software.items())
+    made = f"from spmd.planning.machine import Software\n\nSOFTWARE = {{\n{listed}}}\n"
     (folder / "benchmarks" / "anchors" / "fitted.py").write_text(head + made)
     ids: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         ids[row.cells["group"]].append(row.id)
     lines = [fill(f"{group}: {' '.join(each)}", 120, subsequent_indent="    ") for group, each in ids.items()]
     (folder / "benchmarks" / "anchors" / "fitted_on.txt").write_text("\n".join(lines) + "\n")
+
+
+def _changed(software: Software) -> str:
+    """Its fields that are not as by default."""
+    pairs = ((each.name, getattr(software, each.name), each.default) for each in fields(Software))
+    return ", ".join(f"{name}={value!r}" for name, value, default in pairs if value != default)
 
 
 def _errors(rows: Sequence[Row], values: Values) -> dict[str, float]:

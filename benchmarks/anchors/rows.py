@@ -88,7 +88,7 @@ class Row:
             number("seq_len"),
             experts,
             number("top_k", 0),
-            experts // number("ep"),
+            experts // self.expert_ranks,
             flash=not is_vtrain,
         )
 
@@ -137,7 +137,7 @@ class Row:
             stages,
             chunks,
             context,
-            number("ep"),
+            self.expert_ranks,
             number("dp_shard") * context if cells["sharding"].startswith("FSDP") else None,
             splits_sequence=cells["seq_parallel"] == "1" or (self.framework == "megatron" and tensor > 1),
             recompute=self.recompute,
@@ -145,6 +145,11 @@ class Row:
             keeps_gathered="SHARD_GRAD_OP" in cells["sharding"] or stages > 1,
             reduces_once=stages > 1,
         )
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that divide experts: all that divide parameters, where it sends tokens by DeepEP and says no number."""
+        return self.number("ep", self.number("dp_shard") if "DeepEP" in self.cells.get("note", "") else 1)
 
     @property
     def recompute(self) -> Recompute:

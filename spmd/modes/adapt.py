@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import passes
-from passes import Pass, Program, Table
+from passes import Pass, Program, SpmdError, Table
 from passes.communication.bucket_sizes import MAX_BYTES
 from passes.measured import MeasuredTime, collective_of
 from passes.schedule.node_costs import device_of
@@ -46,8 +46,8 @@ class Adapting:
     """The calls of one step so far. ``note``: what was decided, for the report and the user.
 
     ``pipeline``: the passes of the program that is adapted; all others keep those of the mode. ``seconds``: of the
-    calls of each program. ``before``: seconds of a call, and the passes, that the ranks go back to if calls take
-    longer; None before a change. ``changed``: the program that it made, whose calls alone are compared with these.
+    calls of each program. ``before``: seconds of a call, before a change. ``changed``: the program that this made,
+    whose calls alone are compared with these.
     """
 
     table: Table
@@ -55,7 +55,7 @@ class Adapting:
     seconds: dict[int, list[float]] = field(default_factory=dict)
     identity: int = 0
     calls: int = 0
-    before: tuple[float, tuple[Pass, ...]] | None = None
+    before: float = math.inf
     changed: int | None = None
     is_done: bool = False
     note: str = ""
@@ -70,7 +70,7 @@ class Adapting:
     def begin(self, identity: int, device: str) -> int:
         """Start a call of a program: how many of its calls, from this one on, are to be measured node by node."""
         self.identity, self.device, self.start = identity, device, time.perf_counter()
-        profiles = not self.is_done and self.before is None and len(self._own) == SETTLES + TIMED
+        profiles = not self.is_done and self.changed is None and len(self._own) == SETTLES + TIMED
         return PROFILED if profiles else 0
 
     def end(self) -> None:
@@ -90,7 +90,7 @@ class Adapting:
     def is_due(self, identity: int) -> bool:
         """Whether to decide before the next call of a program; all ranks have made as many."""
         self.identity = identity
-        if self.is_done or (self.before is not None and identity != self.changed):
+        if self.is_done or self.changed not in (None, identity):
             return False
         return len(self._own) == self._enough or self.calls >= MOST
 
@@ -100,7 +100,7 @@ class Adapting:
 
     @property
     def _enough(self) -> int:
-        return SETTLES + TIMED + (PROFILED if self.before is None else 0)
+        return SETTLES + TIMED + (PROFILED if self.changed is None else 0)
 
     @property
     def took(self) -> float:
@@ -108,15 +108,17 @@ class Adapting:
         is_enough = len(self._own) >= self._enough
         return median(self._own[SETTLES : SETTLES + TIMED]) if is_enough else math.inf
 
-    def decide(self, partitioned: Program, final: Program, measured: MeasuredTime | None, gather: Gather) -> bool:
-        """Whether all ranks compile anew, with ``pipeline``; they call this together, and decide the same."""
+    def decide(
+        self, partitioned: Program, final: Program, measured: MeasuredTime | None, gather: Gather
+    ) -> tuple[Pass, ...] | None:
+        """The passes with which all ranks compile anew, if they do; they call this together, and decide the same."""
         slowest = max(float(text) for text in gather(repr(self.took)))
-        if self.before is not None:
-            return self._goes_back(slowest, *self.before)
+        if self.changed is not None:
+            return self._goes_back(slowest)
         if slowest == math.inf:
             self.is_done = True
             self.note = f"spmd.Auto(adapt=True) measured nothing: in {MOST} calls, no program ran often enough"
-            return False
+            return None
         own = sums(final, self.table, measured) if measured is not None else {}
         ratios = ratios_of([json.loads(text) for text in gather(json.dumps(own))])
         table = corrected(final, self.table, ratios)
@@ -129,22 +131,34 @@ class Adapting:
         self.note = f"spmd.Auto measured {', '.join(f'{k} x {v:.2f}' for k, v in ratios.items())} of the table"
         if self.is_done:
             self.note += f"; no other schedule is estimated to save over {_GAIN:.0%}"
-            return False
+            return None
         self.note += f"; another schedule is estimated to save {gain:.0%}"
-        self.before, self.pipeline = (slowest, self.pipeline), found[best]
-        self.restart()
-        return True
+        self.before = slowest
+        return found[best]
 
-    def _goes_back(self, slowest: float, least: float, pipeline: tuple[Pass, ...]) -> bool:
-        """Whether calls of the program that a change made take longer than ``least`` seconds."""
+    def _goes_back(self, slowest: float) -> tuple[Pass, ...] | None:
+        """The passes of before, if calls of the program that a change made take longer."""
         self.is_done = True
-        took = f"a call takes {_ms(slowest)}, and took {_ms(least)}" if slowest < math.inf else "too few calls ran it"
-        if slowest <= least:
+        took = (
+            f"a call takes {_ms(slowest)}, and took {_ms(self.before)}"
+            if slowest < math.inf
+            else "too few calls ran it"
+        )
+        if slowest <= self.before:
             self.note += f"; {took}"
-            return False
-        self.pipeline = pipeline
+            return None
         self.note += f", but {took}: back to the schedule before"
-        return True
+        return self.pipeline
+
+    def adopt(self, identity: int) -> None:
+        """From now on the program of another schedule runs, and is measured."""
+        self.changed = identity
+        self.restart()
+
+    def give_up(self, error: Exception) -> None:
+        """Stay with the schedule that runs, since the other one does not compile."""
+        self.is_done = True
+        self.note += f", but it does not compile, and the one before stays: {type(error).__name__}: {error}"
 
 
 def sums(program: Program, table: Table, measured: MeasuredTime) -> dict[str, tuple[float, float]]:
@@ -210,7 +224,10 @@ def _with_buckets(each: Any, size: int) -> Pass:
 
 
 def _seconds(partitioned: Program, pipeline: tuple[Pass, ...], table: Table) -> float:
-    found = passes.estimate(passes.run(partitioned, pipeline, check=False), table, with_memory=False)
+    try:
+        found = passes.estimate(passes.run(partitioned, pipeline, check=False), table, with_memory=False)
+    except SpmdError:  # of a schedule that does not run on this program
+        return math.inf
     return found.seconds if found is not None else 0.0
 
 

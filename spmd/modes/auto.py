@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -52,8 +54,8 @@ class Auto(DataParallel):
     When a step is first compiled, each style is partitioned and goes through the passes, and its time and memory are
     estimated by ``table``, as ``python -m spmd calibrate`` writes it; by default with the figures that are built in. Of
     those that fit into ``memory`` (bytes of a rank, or text such as "600MB"; None for any), the fastest is taken, with
-    equal times the first. A line says which, and what was estimated of each. Later programs keep the style. All ranks
-    look at the first rank's share, and choose the same.
+    equal times the first. A line says which, and what was estimated of each. Later programs keep the style. Ranks
+    divide the styles among themselves, look at the first rank's share of each, and choose the same.
 
     ``adapt``: after 11 calls of one program, what they took corrects the table on all ranks. If another schedule of
     the same placements (overlap; with two ranks also the sizes of buckets) is then estimated to save more than 3% of
@@ -98,13 +100,20 @@ class Auto(DataParallel):
 
     def partition(self, program: Program) -> Program:
         """One rank's share in the style that is chosen now, or was."""
+        return self.partition_together(program, lambda text: [text])
+
+    def partition_together(self, program: Program, gather: Callable[[str], list[str]]) -> Program:
+        """The same, where all ranks call it: ``gather`` returns the text of each, in the order of the mesh.
+
+        A style is chosen from what each rank has estimated of its part of them; which one estimates it is all the same.
+        """
+        local, is_first = None, not any(axis.coordinate for axis in program.mesh.axes)
         if not self.style:
-            chosen, self.note = self._choose(program)
+            chosen, self.note, local = self._choose(program, gather)
             self.style = chosen.style
-            is_first = not any(axis.coordinate for axis in program.mesh.axes)
             if is_first and simulated() is None and not is_set("SPMD_QUIET"):
                 print(self.note, file=sys.stderr)
-        local = self._mode(self.style).partition(program)
+        local = local if is_first and local is not None else self._mode(self.style).partition(program)
         local.notes.append(self.note)
         return local
 
@@ -124,11 +133,17 @@ class Auto(DataParallel):
             **_STYLES[style],
         )
 
-    def _choose(self, program: Program) -> tuple[_Made, str]:
-        """The fastest style that fits, and a line on it."""
-        axes = tuple(replace(axis, coordinate=0) for axis in program.mesh.axes)
-        of_first = replace(program, mesh=replace(program.mesh, axes=axes))
-        made = [self._made(style, of_first) for style in _STYLES]
+    def _choose(self, program: Program, gather: Callable[[str], list[str]]) -> tuple[_Made, str, Program | None]:
+        """The fastest style that fits, a line on it, and the first rank's share in it if this rank has made that."""
+        axes, count = program.mesh.axes, len(gather(""))
+        rank = sum(axis.coordinate * prod(other.size for other in axes[k + 1 :]) for k, axis in enumerate(axes))
+        of_first = replace(
+            program, mesh=replace(program.mesh, axes=tuple(replace(axis, coordinate=0) for axis in axes))
+        )
+        own = [self._made(style, of_first) for style in [*_STYLES][rank % count :: count]]
+        gathered = gather(json.dumps([asdict(each) for each, _ in own]))
+        found = {each["style"]: _Made(**each) for text in gathered for each in json.loads(text)}
+        made, shares = [found[style] for style in _STYLES], {each.style: local for each, local in own}
         fitting = [each for each in made if self.memory is None or each.peak <= self.memory]
         if not fitting:
             least = min(made, key=lambda each: each.peak)
@@ -139,9 +154,10 @@ class Auto(DataParallel):
         chosen = min(fitting, key=lambda each: each.seconds)
         why = "the fastest by estimate" if len(fitting) == len(made) else "the fastest by estimate of those that fit"
         others = "; ".join(str(each) for each in made if each is not chosen)
-        return chosen, f"spmd.Auto takes {chosen}, {why}; {others}"
+        return chosen, f"spmd.Auto takes {chosen}, {why}; {others}", shares.get(chosen.style)
 
-    def _made(self, style: str, program: Program) -> _Made:
+    def _made(self, style: str, program: Program) -> tuple[_Made, Program]:
+        """The estimate of a style, and a rank's share in it."""
         local = self._mode(style).partition(program)
         pipeline = self.custom_passes or ()
         final = passes.run(local, with_micro_batches(pipeline) if self.micro_batches > 1 else pipeline, check=False)
@@ -151,4 +167,4 @@ class Auto(DataParallel):
         device = str(device_of(final))
         runs = {id(each.graph): each for each in runs_of(final)}.values()
         peaks = [plan.peak for each in runs for space, plan in planned_memory(each).items() if space.startswith(device)]
-        return _Made(style, found.seconds, max(peaks, default=0))
+        return _Made(style, found.seconds, max(peaks, default=0)), local

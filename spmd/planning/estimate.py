@@ -209,6 +209,7 @@ class _Step:
         forward, backward = (self._time(section, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
         if recomputes:
             backward += forward if layout.recompute == "full" else self._again(section, forward)
+        backward += _Time(device=self._accumulation(section), knee=backward.knee)
         tensor = forward.exposed + backward.exposed
         if layout.style != "fully_shard" or layout.shards == 1:
             return _Unit(forward.seconds, backward.seconds, tensor)
@@ -219,6 +220,14 @@ class _Step:
         beside = (forward, gather), (backward, reduce + (0.0 if layout.keeps_gathered else gather))
         took = [max(part.seconds + slower * min(part.seconds, sent), sent) for part, sent in beside]
         return _Unit(took[0], took[1], tensor, sum(t - part.seconds for t, (part, _) in zip(took, beside, strict=True)))
+
+    def _accumulation(self, section: Section) -> float:
+        """Seconds in which gradients are added to those of the micro-batches before, or written in a wider dtype."""
+        layout, state = self.layout, self.work.state
+        if not self.software.adds or (layout.micro_batches == 1 and state.gradient <= state.weight):
+            return 0.0
+        ranks = layout.shards if layout.style == "fully_shard" and not layout.reduces_once else 1
+        return section.parameters / ranks * (state.weight + 2 * state.gradient) / self.machine.bandwidth
 
     def choices(self) -> list[tuple[int, list[Choice]]]:
         """For each kind of blocks how many there are, and a step of one whose values are kept, or computed again."""
@@ -409,9 +418,10 @@ class _Step:
         experts = self.largest.experts
         for numbers, apart in ((self._numbers(self.largest) - experts, 1), (experts, layout.experts)):
             ranks, stride = layout.data // apart, layout.tensor * apart
-            reduced += self.machine.collective(kind, numbers * state.gradient, ranks, stride)
+            reduced += self.machine.collective(kind, numbers * state.gradient, ranks, stride, self.software.bucket)
             if layout.style == "shard_optimizer":
-                gathered += self.machine.collective(Kind.ALL_GATHER, numbers * state.sent, ranks, stride)
+                sent = numbers * state.sent
+                gathered += self.machine.collective(Kind.ALL_GATHER, sent, ranks, stride, self.software.bucket)
         if self.software.gathers_beside:
             reduced, gathered = reduced + gathered, 0.0
         return max(0.0, reduced - beside) + gathered

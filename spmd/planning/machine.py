@@ -61,7 +61,8 @@ class Software:
     beside the bytes that it moves. ``hides``: the part of the last micro-batch that hides the reduction of replicated
     gradients, and of messages between chunks; ``gathers_beside``: it hides the gathers of updated parameters, too.
     ``attention``: how much faster its kernel is than FlashAttention 2. ``balances``: stages have blocks by their time,
-    the ends of the model counted.
+    the ends of the model counted. ``bucket``: bytes of replicated gradients that one collective reduces. ``adds``:
+    gradients are added up by kernels of their own, not by the products that make them.
     """
 
     unfused: float = 1.0
@@ -72,6 +73,8 @@ class Software:
     gathers_beside: bool = False
     attention: float = 1.0
     balances: bool = False
+    bucket: float = math.inf
+    adds: bool = True
 
 
 @dataclass(frozen=True)
@@ -130,10 +133,11 @@ class Machine:
         """Bytes a second of a GPU's memory."""
         return self.gpu.memory * 1e12 * self.constants.memory
 
-    def collective(self, kind: Kind, size: float, ranks: int, stride: int = 1) -> float:
+    def collective(self, kind: Kind, size: float, ranks: int, stride: int = 1, bucket: float = math.inf) -> float:
         """Seconds of a collective of ``ranks`` that are ``stride`` apart; ``size``: bytes of its longer side.
 
-        A ring passes through all ranks of a host, then by their shares of the network to the next host.
+        A ring passes through all ranks of a host, then by their shares of the network to the next host. Where there are
+        more bytes than those of a ``bucket``, each of these is a collective.
         """
         if ranks <= 1 or not size:
             return 0.0
@@ -145,7 +149,7 @@ class Machine:
             far = (self.network or self.gpu.network) * c.network * on_host / (1 + c.spread * math.log2(hosts))
             rate = min(rate, far) if on_host > 1 else far
             seconds += rounds * math.log2(hosts) * c.far_hop
-        return seconds + rounds * size * (ranks - 1) / ranks / (rate * 1e9)
+        return seconds * max(1, math.ceil(size / bucket)) + rounds * size * (ranks - 1) / ranks / (rate * 1e9)
 
     def all_to_all(self, size: float, ranks: int, stride: int = 1, copies: int = 1) -> float:
         """Seconds to send a part of ``size`` bytes to each of ``ranks``, over its own card to those of other hosts.

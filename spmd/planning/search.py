@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from passes.communication.bucket_sizes import MAX_BYTES
 from passes.schedule.gpus import GPUS, Gpu
 
 from ..modes.option_groups import check_memory
@@ -23,8 +24,8 @@ from .step_work import CapturedStep
 
 RESERVED = 2e9  # bytes of a GPU that driver and NCCL take: an assumption
 SOFTWARE: Mapping[str, Software] = {
-    "aten": Software(unfused=1.0, launch=24e-6, per_step=2e-4, hides=0.6),
-    "inductor": Software(unfused=0.0, launch=24e-6, per_step=2e-4, hides=0.6),
+    "aten": Software(unfused=1.0, launch=24e-6, per_step=2e-4, hides=0.6, bucket=MAX_BYTES),
+    "inductor": Software(unfused=0.0, launch=24e-6, per_step=2e-4, hides=0.6, bucket=MAX_BYTES),
 }
 """Our programs, op by op or with islands. Launches and updates take what a GPT of 256 x 4 took on one H200 (README);
 that most of backward hides the reduction of what is replicated is an assumption."""

@@ -54,10 +54,6 @@ def _counts(container: nn.Module) -> Counter[Signature]:
     return Counter(k for k in kinds if len({leaf.rpartition(".")[0] for leaf, _ in k}) > 1)
 
 
-def _repeats(container: nn.Module) -> bool:
-    return any(count > 1 for count in _counts(container).values())
-
-
 def _shorten(container: nn.Module, name: str) -> dict[str, int]:
     """Leave two of each kind of block; how many there were, by the name of the first."""
     assert isinstance(container, _CONTAINERS), "only these are shortened"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import passes
 import spmd
-from passes import RankFailedError
+from passes import Pass, PassError, Program, RankFailedError
 from passes.analysis.collective_algorithms import BUILT_IN
 from passes.communication.bucket_sizes import MAX_BYTES
 from passes.schedule.rates import BUILT_IN_CPU
@@ -24,6 +24,8 @@ from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
 
 pytestmark = pytest.mark.slow
+
+COMPILES = {"stays": 1, "goes back": 2, "does not compile": 0}  # of calls that take another schedule
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -92,16 +94,27 @@ def test_a_table_decides() -> None:
     assert mode.style == "replicate"
 
 
-def differs(rank: int, world: int, case: Case, options: dict[str, Any]) -> tuple[list[str], str]:
-    mode = spmd.Auto(**options)
+class Estimating(spmd.Auto):
+    """Notes what this rank estimates."""
+
+    styles: tuple[str, ...] = ()
+
+    def _made(self, style: str, program: Program) -> Any:
+        self.styles += (style,)
+        return super()._made(style, program)
+
+
+def differs(rank: int, world: int, case: Case) -> tuple[list[str], str, tuple[str, ...]]:
+    mode = Estimating()
     _, got = compiled_run(rank, case, 5, parallel_mode=mode)
-    return all_unequal(plain_run(case, world, 5), got, rank, world), mode.style
+    return all_unequal(plain_run(case, world, 5), got, rank, world), mode.note, mode.styles
 
 
-def test_numbers_are_those_of_one_process_and_ranks_agree(ranks: Ranks) -> None:
-    found = ranks.run(2, differs, NARROW, {})
-    assert [lines for lines, _ in found] == [[], []]
-    assert len({style for _, style in found}) == 1
+def test_numbers_are_those_of_one_process_and_ranks_agree_on_what_each_estimated_a_part_of(ranks: Ranks) -> None:
+    (lines, note, styles), (other_lines, other_note, other_styles) = ranks.run(2, differs, NARROW)
+    assert lines == other_lines == []
+    assert note == other_note
+    assert (styles, other_styles) == (("replicate", "fully_shard"), ("shard_optimizer",))
 
 
 def test_arguments_are_checked() -> None:
@@ -131,14 +144,27 @@ def losses(rank: int, mode: spmd.Auto) -> tuple[Any, list[float]]:
     return step, [float(step(model, optimizer, each)) for each in rows]
 
 
-def adapts(rank: int, world: int, longer: bool) -> tuple[list[float], list[float], list[str], set[int]]:
+@dataclass(frozen=True)
+class Refused(Pass):
+    """A pass that does not run."""
+
+    numerics = "exact"
+
+    def rewrite(self, program: Program) -> int:
+        raise PassError("expected another program")
+
+
+def adapts(rank: int, world: int, kind: str) -> tuple[list[float], list[float], list[str], set[int]]:
     """Losses with and without ``adapt``, where other buckets are estimated better; the reasons, the note; the sizes."""
     estimated = iter([1.0, 0.99, 0.5, 0.99, 0.99] if rank == 0 else [1.0, 0.5, 0.6, 0.99, 0.99])
-    seconds = iter([1.0, 2.0 if longer else 1.0])
+    seconds = iter([1.0, 2.0 if kind == "goes back" else 1.0])
     _, plain = losses(rank, spmd.Auto())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapt, "_seconds", lambda *_: next(estimated))
         patch.setattr(adapt.Adapting, "took", property(lambda _: next(seconds)))
+        if kind == "does not compile" and rank == 0:
+            found = adapt.alternatives
+            patch.setattr(adapt, "alternatives", lambda *args: [(*each, Refused()) for each in found(*args)])
         mode = spmd.Auto(adapt=True)
         given = mode.custom_passes
         step, adapted = losses(rank, mode)
@@ -148,16 +174,18 @@ def adapts(rank: int, world: int, longer: bool) -> tuple[list[float], list[float
     return plain, adapted, [*reasons, step.program.notes[-1]], sizes
 
 
-@pytest.mark.parametrize("longer", [False, True], ids=["stays", "goes back"])
-def test_another_schedule_takes_over_on_all_ranks_and_leaves_all_bits(ranks: Ranks, longer: bool) -> None:
-    one, other = ranks.run(2, adapts, longer)
+@pytest.mark.parametrize("kind", ["stays", "goes back", "does not compile"])
+def test_another_schedule_takes_over_on_all_ranks_and_leaves_all_bits(ranks: Ranks, kind: str) -> None:
+    """It compiles twice at most; what one rank cannot compile, none runs."""
+    one, other = ranks.run(2, adapts, kind)
     for plain, adapted, (*reasons, note), sizes in (one, other):
         assert adapted == plain
-        assert [each.startswith("calls were measured") for each in reasons].count(True) == 1 + longer
-        assert sizes == ({MAX_BYTES} if longer else {MAX_BYTES // 25})
+        assert [each.startswith("calls were measured") for each in reasons].count(True) == COMPILES[kind]
+        assert sizes == ({MAX_BYTES // 25} if kind == "stays" else {MAX_BYTES})
         assert "another schedule is estimated to save 40%" in note
-        assert ("back to the schedule before" in note) is longer
-    assert one[2] == other[2]
+        assert ("back to the schedule before" in note) is (kind == "goes back")
+        assert ("does not compile, and the one before stays" in note) is (kind == "does not compile")
+    assert one[2][:-1] == other[2][:-1]
 
 
 def called(adapting: adapt.Adapting, *identities: int) -> list[bool]:
@@ -172,7 +200,7 @@ def called(adapting: adapt.Adapting, *identities: int) -> list[bool]:
 
 def test_a_change_is_judged_by_calls_of_its_own_program() -> None:
     """Those of another batch size say nothing of it, and come between them."""
-    adapting = adapt.Adapting(BUILT_IN, (), before=(1.0, ()), changed=1)
+    adapting = adapt.Adapting(BUILT_IN, (), before=1.0, changed=1)
     calls = adapt.SETTLES + adapt.TIMED
     assert not any(called(adapting, *[2, 1] * calls))
     assert not adapting.is_due(2) and adapting.is_due(1)
@@ -188,19 +216,19 @@ def test_programs_that_alternate_are_each_measured_and_not_for_ever() -> None:
     assert not adapting.is_due(2)
     called(adapting, *range(adapt.MOST))
     assert adapting.is_due(1)
-    assert not adapting.decide(*compiled(), None, lambda text: [text])
+    assert adapting.decide(*compiled(), None, lambda text: [text]) is None
     assert adapting.is_done and "no program ran often enough" in adapting.note
     called(adapting, *range(adapt.MOST))
     assert adapting.calls == adapt.MOST  # nothing is timed any more
 
 
 def test_a_change_that_too_few_calls_ran_is_taken_back() -> None:
-    adapting = adapt.Adapting(BUILT_IN, ("other",), before=(1.0, ("first",)), changed=1)
+    adapting = adapt.Adapting(BUILT_IN, given := passes.default(), before=1.0, changed=1)
     called(adapting, 1, *[2] * adapt.MOST)
     assert adapting.is_due(1) and not adapting.is_due(2)
     adapting.is_due(1)
-    assert adapting.decide(*compiled(), None, lambda text: [text])
-    assert adapting.pipeline == ("first",) and "too few calls ran it: back" in adapting.note
+    assert adapting.decide(*compiled(), None, lambda text: [text]) is given
+    assert "too few calls ran it: back" in adapting.note
 
 
 def compiled() -> tuple[Any, Any]:
