@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -53,24 +52,29 @@ def run(
 
 def _stage(number: int, each: Pass, program: Program, promised: Program | None, is_last: bool) -> float:
     """Run one pass, checked against what was promised, and recorded; returns the seconds that the pass itself took."""
-    communicated = _count_collectives(program)
-    start = time.perf_counter()
+    own, before = _rewritten(program), _rewritten(promised or program)
+    communicated, start = _count_collectives(program), time.perf_counter()
     try:
-        if program.stages is not None:
-            edits = _rewrite_stages(each, program, promised is not None)
-        else:
-            edits = each.rewrite(program)
-            _rewrite_accumulating(each, program)
+        edits = [each.rewrite(one) for one in own]
+        _rewrite_accumulating(each, program)
         seconds = time.perf_counter() - start
-        _complete(program, edits)
-        # What changes nothing breaks nothing; what a pass of ours changes and does not count, the last check finds.
-        is_needed = edits or number == FIRST_STAGE or is_last or not _is_ours(each)
-        if is_needed and promised is not None and program.stages is None:
-            check_program(program, promised)
+        for one, count, promise in zip(own, edits, before, strict=True):
+            _complete(one, count)
+            # What changes nothing breaks nothing; what a pass of ours changes and does not count, the last check finds.
+            is_needed = count or number == FIRST_STAGE or is_last or not _is_ours(each)
+            if is_needed and promised is not None:
+                check_program(one, promise)
     except Exception as error:
         raise _failure(number, each, program, error) from error
-    program.history.append(f"{number:02} {each}: {_outcome(each, edits, communicated, _count_collectives(program))}")
+    outcome = _outcome(each, sum(edits), communicated, _count_collectives(program))
+    program.history.append(f"{number:02} {each}: {outcome}")
     return seconds
+
+
+def _rewritten(program: Program) -> list[Program]:
+    """What passes rewrite: the program, or those of a pipeline that this rank runs in its place."""
+    bundle: Bundle | None = program.stages
+    return [program] if bundle is None else [bundle.programs[role] for role in bundle.roles_of(program)]
 
 
 def _rewrite_accumulating(each: Pass, program: Program) -> None:
@@ -82,21 +86,6 @@ def _rewrite_accumulating(each: Pass, program: Program) -> None:
         _complete(own, each.rewrite(own))
         check_program(own, micro.accumulating)
         program.micro_batches = replace(micro, accumulating=own)
-
-
-def _rewrite_stages(each: Pass, program: Program, is_checked: bool) -> int:
-    """Rewrite the programs of a pipeline that this rank runs in the place of ``program``; returns the edits."""
-    edits, done = 0, {}
-    for role in program.stages.roles_of(program):
-        stage = program.stages.programs[role]
-        done[role] = own = stage.copy()
-        made = each.rewrite(own)
-        _complete(own, made)
-        if is_checked:
-            check_program(own, stage)
-        edits += made
-    program.stages = replace(program.stages, programs=ChainMap(done, program.stages.programs))
-    return edits
 
 
 class _Finished(Mapping[str, Program]):
@@ -119,10 +108,7 @@ class _Finished(Mapping[str, Program]):
 
 
 def _count_collectives(program: Program) -> int:
-    programs = [program]
-    if program.stages is not None:
-        programs = [program.stages.programs[role] for role in program.stages.roles_of(program)]
-    return sum(len(each.collectives()) for each in programs)
+    return sum(len(each.collectives()) for each in _rewritten(program))
 
 
 def _complete(program: Program, edits: object) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -147,6 +148,11 @@ class Bundle:
         """The programs that the rank runs that a program is for."""
         own = self.coordinate_of(program)
         return [role for role in self.programs if own in self.coordinates(role)]
+
+    def copied_for(self, program: Program) -> Bundle:
+        """The same, with copies of the programs that the rank runs that a program is for."""
+        own = {role: self.programs[role].copy() for role in self.roles_of(program)}
+        return replace(self, programs=ChainMap(own, cast(dict[str, Program], self.programs)))
 
     def axis_of(self, role: str) -> Axis | None:
         """The axis as a program has it."""

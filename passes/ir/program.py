@@ -354,11 +354,15 @@ class Program:
                 node.meta["collective"] = Collective(kind_of(node), name, reduction_of(node))
 
     def copy(self) -> Program:
-        """A copy whose graph can be edited without touching this one; tensors and fakes are shared."""
+        """A copy whose graph can be edited without touching this one, and so the programs of its rank in a pipeline.
+
+        Tensors and fakes are shared.
+        """
         graph = fx.Graph()
         returned, _ = cast(tuple[Any, fx.Node], graph.graph_copy(self.graph, {}, return_output_node=True))
         graph.output(returned)
-        return self.with_graph(graph, self.inputs, self.outputs)
+        made = self.with_graph(graph, self.inputs, self.outputs)
+        return made if self.stages is None else replace(made, stages=self.stages.copied_for(self))
 
     def with_graph(self, graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[Output]) -> Program:
         """The same program with another graph, whose inputs and outputs these are."""

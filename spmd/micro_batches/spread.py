@@ -50,14 +50,14 @@ def partition_and_spread(program: Program, plan: Plan, virtual: int, over: int) 
     if micro is None:
         split = _split([each for each in local.inputs if each.role is Role.BATCH], over)
         _replicate(local, over, 1, split, _split([o for o in local.outputs if o.kind is OutputKind.RESULT], over))
-        _fill_by_shape(local)
+        fill_by_shape(local)
         local = replace(local, mesh=mesh)
         keep_parts(local, plan)
         return local
     rows = {each.name: each.shape[micro.split[each.name]] for each in program.inputs if each.name in micro.split}
     spread = Spread(axis.coordinate, axis.size, axis.group, rows)
     _replicate(local, over, axis.size, micro.split, micro.joined)
-    _fill_by_shape(local)
+    fill_by_shape(local)
     tree = _exchange(local, axis, [spread.runs(virtual, rank) for rank in range(axis.size)], virtual)
     note = (
         f"{axis.size} ranks along {axis.name} cut {virtual} parts otherwise than the batch: before the first part each "
@@ -104,7 +104,7 @@ def _placed(placement: Placements, over: int, entry: Shard | None = None) -> Pla
     return tuple((entry or Replicate()) if k == over else each for k, each in enumerate(placement))
 
 
-def _fill_by_shape(program: Program) -> None:
+def fill_by_shape(program: Program) -> None:
     """Let fills, as of the gradient of a loss, not wait for the sum that they have the shape of."""
     for node in list(program.graph.nodes):
         val = node.meta.get("val")

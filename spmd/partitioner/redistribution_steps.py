@@ -129,7 +129,8 @@ def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, may_be
         case Partial(), Replicate():
             return rate.seconds(2 * rest)
         case Partial(reduce_op="sum"), Shard():
-            return rate.seconds(rest)
+            # What was added up over micro-batches is whole, also where a part would do.
+            return math.inf if AxisRole.MICRO_BATCHES in axis.roles else rate.seconds(rest)
         case Partial(), Shard():
             return rate.seconds(2 * rest) + _local_work(part, axis)
         case _:

@@ -14,6 +14,7 @@ from passes.ir.program import Mesh, Placements
 from passes.schedule.bundle_simulation import simulate_bundle
 from passes.schedule.node_costs import device_of
 
+from ..micro_batches.spread import fill_by_shape
 from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan
 from ..placements import OnStage
@@ -113,6 +114,7 @@ def _share(
     whole = replace(program, mesh=mesh, inputs=[_everywhere(each, axis) for each in program.inputs])
     local = partition_in_time(whole, plan(whole), count, dtype, rows, equal=True)
     _check(local, axis)
+    fill_by_shape(local)
     return collect_rows(local)
 
 

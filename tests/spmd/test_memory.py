@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import passes
 import spmd
@@ -17,6 +20,8 @@ from tests.harness.structure import compile_on_fake_ranks
 
 LARGE = Config(width=1536, layers=1, heads=8)  # 29 M parameters: the graphs of a program take 6 MB, whatever its width
 SMALL = Config(width=16, layers=1, heads=2, context=16)
+DEEP = Config(width=512, layers=2, heads=8, context=256)  # a block for each stage, with more activations than state
+STAGES: dict[str, Any] = {"axes": {"stages": "pp"}, "stages": ["blocks.1"], "micro_batches": 4, "schedule": "gpipe"}
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -77,20 +82,21 @@ def test_without_passes_updates_are_new_values() -> None:
     assert memory.roles["optimizer state"] > 3 * STATE
 
 
-def peaks(config: Config, style: str) -> tuple[int, int]:
+def peaks(config: Config, rows: int = 1, **mode: Any) -> tuple[int, int]:
     """The peak of a later call over a rank that is idle, and the planned one, in bytes."""
     idle = idle_bytes()
     model = GPT(config)
     optimizer = torch.optim.AdamW(model.parameters())
-    step = spmd.compile(train, parallel_mode=spmd.DataParallel(style))
-    x = torch.zeros(1, min(64, config.context), dtype=torch.int64)
+    step = spmd.compile(train, parallel_mode=spmd.DataParallel(**mode))
+    x = torch.zeros(rows, min(64 * rows, config.context), dtype=torch.int64)
     step(model, optimizer, x)  # compiles, and moves state
     return peak_bytes(lambda: step(model, optimizer, x)) - idle, step.report().memory["cpu"].peak
 
 
 def measure(rank: int, world: int) -> list[tuple[int, int]]:
-    peaks(SMALL, "replicate")  # imports what compiling imports
-    return [peaks(LARGE, "replicate"), peaks(LARGE, "fully_shard")]
+    peaks(SMALL)  # imports what compiling imports
+    pipeline = {"mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("pp",)), **STAGES}
+    return [peaks(LARGE), peaks(LARGE, parallel_style="fully_shard"), peaks(DEEP, 8, **pipeline)]
 
 
 @pytest.mark.slow

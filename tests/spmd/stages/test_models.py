@@ -1,4 +1,17 @@
-"""Models and steps that pipelines of others get wrong or refuse, by their reports, beside the plain step."""
+"""Models and steps that pipelines of others get wrong or refuse, by their reports, beside the plain step.
+
+The tests of ``test_numbers.py``, and some more here, are what these reports describe:
+
+torchtitan#2972, #4194   the loss is divided by a count after backward   two_stages[masked]
+torchtitan#2206          parts have unequal counts                       other_meshes[fully_shard]
+torchtitan#596, pytorch#162638   a stage clips by a norm of its own      two_stages[tied], an_encoder_and_a_decoder
+torchtitan#4312, pytorch#127964   later stages read earlier ones         two_stages[encoder-decoder], two_stages[unet]
+torchtitan#431, pytorch#159942    lengths differ from call to call       other_meshes[lengths]
+pytorch#126600           rows do not divide by the micro-batches         two_stages[rows], rows_are_returned
+pytorch#128115           later stages read arguments (labels)            two_stages[encoder-decoder], of_transformers
+pytorch#184361, accelerate#3151   models of transformers, unmodified     of_transformers
+Megatron-LM#299          the head is the embedding                       two_stages[tied], three_stages_read
+"""
 
 from __future__ import annotations
 
@@ -69,7 +82,8 @@ def test_a_weight_that_three_stages_read() -> None:
 
 
 def translate_one(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(x).transpose(1, 2), y)
+    """The loss has a term of the parameters of all stages, each of which counts once."""
+    loss = F.cross_entropy(model(x).transpose(1, 2), y) + 0.1 * sum(p.square().sum() for p in model.parameters())
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -17,7 +17,7 @@ import spmd
 from tests.harness.oracle import Case, Snapshot, all_unequal, plain_run, snapshot
 from tests.harness.pool import Ranks
 
-from .trainings import HUGGING_FACE, Training, masked, with_sgd
+from .trainings import HUGGING_FACE, TOKENS, WIDTH, Layer, Training, masked, metrics, with_sgd
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 TWO: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4}
@@ -126,6 +126,34 @@ def test_draws_depend_on_the_position_alone(ranks: Ranks) -> None:
         assert len({tuple(each.flatten().tolist()) for each in whole}) == 8, "each layer and step draws others"
         for drawn in by_schedule:
             assert all(torch.equal(one, other) for one, other in zip(whole, drawn, strict=True))
+
+
+def in_bf16(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return metrics(model, optimizer, x, y)
+
+
+def bits_of(rank: int, world: int) -> list[list[Snapshot]]:
+    """What trainings in bf16 compute, by autocast and by a policy: on one rank in 6 micro-batches, then on stages."""
+    mesh, case = init_device_mesh("cpu", (1, world), mesh_dim_names=("one", "pp")), Training("rows")
+    policy = {"mp_policy": spmd.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    found, batches = [], [case.part(0, k) for k in range(5)]
+    for function, options in ((in_bf16, {}), (metrics, policy)):
+        for mode in ({"mesh": mesh["one"], "micro_batches": 6}, {"mesh": mesh["pp"], **TWO}):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Embedding(TOKENS, WIDTH), Layer(0.0), Layer(0.0), nn.Linear(WIDTH, TOKENS))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step = spmd.compile(function, parallel_mode=spmd.DataParallel(**options, **mode))
+            results = [snapshot(step(model, optimizer, *each), ()) for each in batches]
+            found.append([*results, snapshot(None, (model, optimizer))])
+    return found
+
+
+def test_bf16_has_the_bits_of_one_rank_with_the_same_micro_batches(ranks: Ranks) -> None:
+    for one, pipeline, one_by_policy, pipeline_by_policy in ranks.run(2, bits_of):
+        assert not all_unequal(one, pipeline, 0, 1, 0.0, 0.0)
+        assert not all_unequal(one_by_policy, pipeline_by_policy, 0, 1, 0.0, 0.0)
+        assert all_unequal(one, one_by_policy, 0, 1, 0.0, 0.0), "they round elsewhere"
 
 
 def of_inner_layers(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -13,15 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import passes
 import spmd
 from passes import MemoryBudgetError, PassError, Program, Report, Role
 from passes.analysis.collective_algorithms import BUILT_IN, Algorithm, Link, Point
 from passes.ir.bundle import Bundle, messages_of
 from passes.ir.check_bundle import check_bundle
 from passes.ir.collectives import Kind, kind_of, peer_of
+from passes.schedule.happens_before import check_streams
+from passes.schedule.streams import assign_streams
 from spmd.stages.schedule_files import Actions, schedule_text
 from spmd.stages.schedules import SCHEDULES, ended_role, orders, role_of, with_ends
 from tests.harness.fake import fake_world
+from tests.harness.on_cuda import OnCuda
 
 
 class Scale(nn.Module):
@@ -137,6 +141,17 @@ def _seconds(report: Report, part: str) -> float:
     return sum(bars) / max(1, len(bars))
 
 
+def test_programs_do_not_depend_on_the_number_of_micro_batches() -> None:
+    """Nor does compiling, but for the orders, and for the walk that proves them."""
+    texts = []
+    for count in (4, 16):
+        program = compiled(2, rows=8 * count, micro_batches=count).program
+        assert program is not None
+        found = program.stages.programs
+        texts.append({role: [str(node.target) for node in each.graph.nodes] for role, each in found.items()})
+    assert texts[0] == texts[1]
+
+
 def test_the_report_has_a_lane_for_each_rank(tmp_path: Path) -> None:
     report = compiled(2, rows=1024, schedule="1f1b").report()
     assert [lane.name for lane in report.lanes] == ["pp=0", "pp=1"]
@@ -188,6 +203,43 @@ def moved(program: Program, by: int, rank: int, ranks: int) -> Program:
         found = getattr(made, each)
         setattr(made, each, [replace(o, name=f"{o.name}@{rank}") if o.role is Role.PENDING else o for o in found])
     return made
+
+
+def on_gpus(schedule: str) -> Bundle:
+    """The bundle of a step on two GPUs that send by NCCL, after all passes."""
+    seen: list[Program] = []
+
+    class Seen(OnCuda):
+        """Keeps its program, and ends the call."""
+
+        def partition(self, program: Program) -> Program:
+            """That of the mode."""
+            seen.append(super().partition(program))
+            raise PassError("seen")
+
+    model = nn.Sequential(Scale(64), *(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    with fake_world(2), pytest.raises(PassError, match="seen"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        mode = Seen(mesh=mesh, axes={"stages": "pp"}, micro_batches=4, schedule=schedule)
+        spmd.compile(step, parallel_mode=mode)(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 64))
+    bundle = passes.run(seen[0], passes.default()).stages
+    for program in bundle.programs.values():
+        (axis,) = program.mesh.axes
+        program.mesh = replace(program.mesh, axes=(replace(axis, backend="nccl"),))
+    return bundle
+
+
+@pytest.mark.parametrize(("schedule", "ends"), [("gpipe", True), ("1f1b", False), ("zb-h1", False)])
+def test_what_two_gpus_exchange_has_one_order(schedule: str, ends: bool) -> None:
+    """On NCCL a rank that sends forward while the next one sends backward waits for ever, which the proof shows."""
+    bundle = on_gpus(schedule)
+    for program in bundle.programs.values():
+        streams = assign_streams(program)
+        check_streams(program, streams)
+    if ends:
+        return check_bundle(bundle)
+    with pytest.raises(PassError, match="would never end"):
+        check_bundle(bundle)
 
 
 @pytest.mark.parametrize("ranks", [64, pytest.param(1024, marks=pytest.mark.exhaustive)])
