@@ -38,6 +38,7 @@ class MoveKind(StrEnum):
     PARAMETER = "parameter"  # an operand, once for all its readers in forward and backward
     PART = "part"  # an operand: the part of a parameter that this rank updates, unrounded
     ROWS = "rows"  # an operand: rows of the batch that an op cuts; a result: such rows, split again
+    HEADS = "heads"  # an operand: what attention gives of some heads, back to the rows of its queries
     GRADIENT = "gradient"  # an operand or a result: a complete gradient
     SUM = "sum"  # a result: a sum that several ops read
     UPDATE = "update"  # a result: a parameter of which each rank has updated a part

@@ -71,6 +71,7 @@ def check_moves(
             MoveKind.PART: named,
             MoveKind.GRADIENT: move.index < len(operands) and node in calls.context.complete_gradients,
             MoveKind.ROWS: move.index < len(operands),
+            MoveKind.HEADS: move.index < len(operands),
         }.get(move.kind, False)
         if not fits:
             raise PartitionError(f"{calls.describe(node)} has no operand {move.index} that is a {move.kind} to move")

@@ -22,11 +22,11 @@ from passes.ir.ops import Trait, has
 
 from .._torch import OpOverload
 from ..capture.constraint import CONSTRAIN, constrained_to
-from ..rules import Info, OpCall, Option
+from ..rules import Info, Option
 from .option_costs import move_cost
 from .options import Options
 from .redistribution_steps import cost
-from .values import Value, infos, leaves, results
+from .values import Value, call_of, infos, leaves, results
 
 _DEPTH = 4  # ops, views not counted
 _USERS = 6  # of one value that are looked at
@@ -164,19 +164,6 @@ class _Along:
     def move(self, source: Placement, target: Placement, nbytes: float) -> float:
         """The cost of moving a value that has ``nbytes`` as a whole."""
         return cost(source, target, nbytes * self.share, self.axis, may_become_sum=True)
-
-
-def call_of(node: fx.Node) -> OpCall:
-    """The call of a node that has not been visited, on global shapes."""
-
-    def info(operand: fx.Node) -> Any:
-        val = operand.meta.get("val")
-        return next(iter(infos([val])), None) or val
-
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), info)
-    operands = tuple(i for leaf in leaves(node) for i in infos([leaf.meta.get("val")]) if i is not None)
-    target: Any = node.target
-    return OpCall(target, args, kwargs, operands, infos(results(node.meta["val"])), 1)
 
 
 def _nbytes(node: fx.Node) -> float:

@@ -81,6 +81,9 @@ class Materializer:
                 reason = Reason(value=str(Role.PARAMETER), use="for its update")
                 held, batch = self.materialize(value, placement, reason), frozenset[int]()
                 return replace(value, primary=placement, nodes={placement: held}, batch=batch)
+            case MoveKind.HEADS:
+                held = self.materialize(value, placement, reasons.for_operand(value.source, node, self.context))
+                return replace(value, primary=placement, nodes={placement: held})
         reason = Reason(Role.BATCH, f"to be cut by {reasons.op_name(node)}", reader=node)
         return replace(value, primary=placement, nodes={placement: self.materialize(value, placement, reason)})
 

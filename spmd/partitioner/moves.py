@@ -24,7 +24,7 @@ from passes.ir.program import Placements
 
 from ..placements import Interleaved, Mirrored
 from ..rules import OpCall
-from ..rules.attention import BACKWARD
+from ..rules.attention import BACKWARD, FORWARD
 from ..rules.cat_split import cuts_between, dim_of, is_cut, takes_all
 from .assignment import Move, MoveKind
 from .context import Context
@@ -61,6 +61,8 @@ class Moves:
                 yield Move(MoveKind.PARAMETER, k, read)
             elif name := self.parameters.rounded(operand, value):
                 yield Move(MoveKind.PART, k, self.context.update_placements[name])
+            elif rows := self._rows_of_queries(node, operand):
+                yield Move(MoveKind.HEADS, k, rows)
 
     def _summands(self, operands: Sequence[fx.Node], parameter: str) -> Iterator[Move]:
         """The operands of a gradient's addition, where each backward pass reduces its own gradient."""
@@ -69,6 +71,20 @@ class Moves:
             value = self.values[operand]
             if value.shape == shape and any(isinstance(p, Partial) for p in value.primary):
                 yield Move(MoveKind.GRADIENT, operands.index(operand), placement)
+
+    def _rows_of_queries(self, node: fx.Node, operand: fx.Node) -> Placements | None:
+        """The placement in which an op reads what attention gave, where ranks have heads of it: rows, as they were.
+
+        Behind the flattened dims of the next product, micro-batches could not be told from rows of other ranks.
+        """
+        attention, index = operand.args if operand.target is getitem else (None, None)
+        is_output = index == 0 and isinstance(attention, fx.Node) and attention.target in FORWARD
+        if not is_output or node.target in (*BACKWARD, torch.ops.aten.detach.default):  # backward reads heads
+            return None
+        query, given = self.values[attention.args[0]].primary, self.values[operand].primary
+        axes = self.context.mesh.axes_with(AxisRole.SEQUENCE)
+        moved = {k for k in axes if given[k] == Shard(1) and type(query[k]) is Shard and query[k] == Shard(2)}
+        return tuple(query[k] if k in moved else p for k, p in enumerate(given)) if moved else None
 
     def of_cut_rows(self, node: fx.Node, call: OpCall, operands: Sequence[Value]) -> Iterator[Move]:
         """The move of rows of the batch that ``node`` cuts across the ranks: replicated along these."""

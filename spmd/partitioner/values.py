@@ -14,7 +14,7 @@ from passes import Mesh
 from passes.ir.program import Placements
 
 from ..placements import ByGroup, OwnRows
-from ..rules import Info
+from ..rules import Info, OpCall
 from .redistribution_steps import total_cost
 
 
@@ -102,3 +102,16 @@ def results(val: Any) -> list[Any]:
 def infos(vals: Sequence[Any]) -> tuple[Info | None, ...]:
     """An ``Info`` for each tensor, None for anything else."""
     return tuple(Info(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in vals)
+
+
+def call_of(node: fx.Node, ranks: int = 1) -> OpCall:
+    """The call of a node that has not been visited, on global shapes, along an axis of ``ranks``."""
+
+    def info(operand: fx.Node) -> Any:
+        val = operand.meta.get("val")
+        return next(iter(infos([val])), None) or val
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), info)
+    operands = tuple(i for leaf in leaves(node) for i in infos([leaf.meta.get("val")]) if i is not None)
+    target: Any = node.target
+    return OpCall(target, args, kwargs, operands, infos(results(node.meta["val"])), ranks)

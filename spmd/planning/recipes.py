@@ -23,10 +23,9 @@ from passes.ir.ops import Trait, has
 from passes.ir.rates import Rate
 from passes.schedule.op_work import work_of
 
-from ..partitioner.lookahead import call_of
 from ..partitioner.options import Options
 from ..partitioner.redistribution_steps import cost
-from ..partitioner.values import infos, leaves
+from ..partitioner.values import call_of, infos, leaves
 from ..rules import Option
 from .elimination import least
 

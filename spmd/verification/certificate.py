@@ -39,7 +39,8 @@ class Certificate:
 
     ``outcome`` is ``"shown"``, ``"wrong"`` or ``"cannot show"``. Of the last two: ``what``, the output or the state,
     ``node`` and ``line``, the first node that is not shown, and ``why``. ``ranks``: how many were looked at.
-    ``routed``: which rows go to which experts was drawn, so that this holds for one routing, and any other values.
+    ``routed``: whole numbers, such as which rows go to which experts and which keys a mask hides, were those of the
+    arguments, or drawn, so that this holds for these, and any other values.
     """
 
     outcome: str
@@ -58,7 +59,7 @@ class Certificate:
     def __str__(self) -> str:
         if self:
             count = f"{self.nodes} nodes, {self.ranks} ranks"
-            shown = "shown for one routing to experts" if self.routed else "shown"
+            shown = "shown for whole numbers as in this call" if self.routed else "shown"
             return f"{shown}: each of {self.outputs} outputs is the global output under its placement ({count})"
         where = ", ".join(each for each in (self.what, f"at {self.node}") if each)
         return f"{self.outcome}: {where}: {self.why} {self.line}".rstrip()
@@ -74,11 +75,11 @@ def certify_programs(
     """Certify the final programs of all ranks, or of the first two and the last along each axis.
 
     Of a region, all that is inside is derived. ``numbers``: arguments that are whole numbers, by name. Where rows go to
-    experts, what cannot be shown for any routing is derived for one.
+    experts, or a mask says which keys they see, what cannot be shown for any numbers is derived for these.
     """
     final = [inlined(program) for program in final]
     found = _Certification(captured, final).run()
-    if found.outcome == "cannot show" and captured.mesh.axes_with(AxisRole.EXPERTS):
+    if found.outcome == "cannot show" and captured.mesh.axes_with(AxisRole.EXPERTS, AxisRole.SEQUENCE):
         routed = _Certification(captured, final, numbers or {}).run()
         return replace(routed, outcome="shown" if routed else "cannot show")  # what differs may be an identity
     return found

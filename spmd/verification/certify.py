@@ -27,8 +27,9 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
     ``step``, ``world``, ``mesh`` and the arguments are those of ``verify``. No numbers are compared and nothing is
     rounded: what is derived holds for any values. What cannot be shown is distinguished from what is wrong, and settled
     by ``verify``. With experts, which rows go to which is drawn at random, or what arguments say: it is shown for one
-    such routing. How the plain step was captured is not a part of it. Of more than 16 ranks the first two and the last
-    along each axis are looked at, up to 1,024 ranks in all.
+    such routing; and where a mask hides keys of a split sequence, for the whole numbers of the arguments. How the plain
+    step was captured is not a part of it. Of more than 16 ranks the first two and the last along each axis are looked
+    at, up to 1,024 ranks in all.
 
     Raises ``TypeError`` or ``ValueError`` for what cannot be certified, and what compiling the step raises.
     """

@@ -143,10 +143,8 @@ def _constant(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Result
 def _padded(sizes: Sizes, op: OpOverload, x: Tensor, pads: Sequence[int], value: Any = 0) -> Results:
     found, marks = symbols.pieces(x)
     inside = op(torch.ones(x.shape, dtype=torch.int64), pads, 0).bool()
-    dtype = symbols.dtype_of(x)
-    outside, mark = symbols.symbol(value), 0 if dtype is None else symbols.mark_of(dtype)
-    if attention.merges("add", {"self": x}) and value <= -attention.NEVER:
-        outside, mark = torch.tensor(0), mark | symbols.LOGARITHM
+    dtype, (outside, mark) = symbols.dtype_of(x), attention.filling(x, value)
+    mark |= 0 if dtype is None else symbols.mark_of(dtype)
     padded = torch.where(inside, op(found.contiguous(), pads, 0), outside)
     return [symbols.elements(padded, op(marks.contiguous(), pads, mark))]
 

@@ -26,8 +26,8 @@ from ..._torch import OpOverload
 from ...placements import OwnOrder
 from ...rules import Option, rule_of
 from ...rules.base import P, R, S
-from ..values import leaves, results
-from .products import PRODUCTS, call_of, ends_of, rows_of
+from ..values import call_of, leaves, results
+from .products import PRODUCTS, base, ends_of, rows_of
 
 _SAME = {"detach", "alias", "_to_copy", "clone"}
 _SORTS = {"sort", "argsort"}
@@ -313,6 +313,4 @@ def _is_position(node: fx.Node) -> bool:
 
 def _base(node: Any) -> Any:
     """The node that holds the same numbers, in another shape or dtype."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and name_of(node.target) in {*_SAME, "view"}:
-        node = node.args[0]
-    return node
+    return base(node, {*_SAME, "view"})

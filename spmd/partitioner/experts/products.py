@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx
 
-from ...rules import OpCall
-from ..values import infos, leaves, results
+from passes.ir.schemas import name_of
 
 PRODUCTS = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
 # By the numbers of dims of the two factors: the dim of each that has rows.
@@ -27,13 +27,8 @@ def rows_of(product: fx.Node) -> list[tuple[fx.Node, int]]:
     return ragged + [(each, 0) for each in others]
 
 
-def call_of(node: fx.Node, ranks: int) -> OpCall:
-    """The call of a node on global shapes."""
-
-    def info(operand: fx.Node) -> Any:
-        return next(iter(infos([operand.meta.get("val")])), None) or operand.meta.get("val")
-
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), info)
-    operands = tuple(i for leaf in leaves(node) for i in infos([leaf.meta.get("val")]) if i is not None)
-    target: Any = node.target
-    return OpCall(target, args, kwargs, operands, infos(results(node.meta["val"])), ranks)
+def base(node: Any, through: Collection[str]) -> Any:
+    """The node of which ``node`` is a view or a copy, by ops of these names."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and name_of(node.target) in through:
+        node = node.args[0]
+    return node

@@ -23,9 +23,9 @@ from passes.ir.schemas import name_of
 
 from ...placements import ByGroup, Dealt, OwnOrder
 from ...rules import Option, rule_of
-from ..values import leaves
+from ..values import call_of, leaves
 from .own_order import own_orders, splits_tokens
-from .products import PRODUCTS, call_of, ends_of, rows_of
+from .products import PRODUCTS, base, ends_of, rows_of
 
 _LOOKUPS = {"index", "index_put"}
 _PUT_BACK = {"index", "index_add", "index_put", "index_select", "scatter_add"}
@@ -88,7 +88,7 @@ def _routed(
     name = name_of(node.target) if node.op == "call_function" else ""
     if name in PRODUCTS:
         ends, rows = ends_of(node), rows_of(node)
-        count = next((counts[base] for base in map(_base, node.args[:2]) if base in counts), None)
+        count = next((counts[of] for x in node.args[:2] if (of := base(x, _SAME)) in counts), None)
         known = groups.get(ends)
         if known is None and count != ends.meta["val"].shape[0]:  # weights seen as other groups are no experts
             return
@@ -97,7 +97,7 @@ def _routed(
     elif name in _LOOKUPS:
         indices = node.args[1]
         assert isinstance(indices, (list, tuple))
-        whose, count = indices[0], counts.get(_base(node.args[0]))
+        whose, count = indices[0], counts.get(base(node.args[0], _SAME))
         if count is not None and isinstance(whose, fx.Node) and whose.meta["val"].ndim == 1 and len(indices) == 1:
             own = ByGroup(0, whose.name, count, ends=False, rows=len(whose.meta["val"]) // parts)
             yield whose, own, [(node, 0)]
@@ -111,13 +111,6 @@ def _check_whole_batch(node: fx.Node, own: ByGroup, mesh: Mesh) -> None:
             f"expected micro_batches=1 where the weights of each row's expert are looked up, in {node.name} at "
             f"{node.meta.get('source')}: rows of all ranks go to the ranks of their experts, and a micro-batch has some"
         )
-
-
-def _base(node: Any) -> Any:
-    """The node of which ``node`` is a view or a cast."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and name_of(node.target) in _SAME:
-        node = node.args[0]
-    return node
 
 
 def _hint(node: fx.Node, own: ByGroup, hints: dict[fx.Node, ByGroup], mesh: Mesh) -> None:

@@ -21,6 +21,7 @@ from ..symbols import LOGARITHM, inverse, matmul, minus, number, over, plus, tim
 _ONE = torch.tensor(number(1))
 NEVER = 1e30  # of this difference, the exponential is zero
 _INFINITE = torch.tensor(symbols.key("infinite"))
+_HIDES = torch.tensor(number(-torch.inf))
 
 
 def attention(sizes: Any, op: OpOverload, *args: Any, **kwargs: Any) -> list[Any]:
@@ -82,6 +83,8 @@ class _Given:
         mask = self.named["attn_mask"]
         added = [] if mask is None else [symbols.pieces(mask)[0].expand(scores.shape)]
         found = symbols.hashed(symbols.key("exp of a score", len(added)), scores, *added)
+        for each in added:
+            found = torch.where(each == _HIDES, 0, found)
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         return torch.where(causal, found, 0) if self.named["is_causal"] else found
 
@@ -98,6 +101,12 @@ COMPUTED = {
 
 
 # Logarithms
+
+
+def filling(x: Tensor, value: float) -> tuple[Tensor, int]:
+    """The symbol, and mark, of a number that fills elements of ``x``: of a logarithm of nearly zero, that of zero."""
+    is_zero = merges("add", {"self": x}) and value <= -NEVER
+    return (torch.tensor(0), LOGARITHM) if is_zero else (symbols.symbol(value), 0)
 
 
 def merges(name: str, given: Mapping[str, Any]) -> bool:

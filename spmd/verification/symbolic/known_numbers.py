@@ -20,10 +20,12 @@ from passes.runtime.rooms import NAMESPACE as ROOMS
 
 from ..._torch import OpOverload, tree_flatten, tree_map
 from .. import symbols
+from . import attention
 
 Results = list[Any]
 
 _LARGEST = 2**24  # a fraction is a larger residue
+_LOWEST = torch.tensor(symbols.number(-torch.inf))
 _CHOOSE = ("topk", "sort", "argsort", "argmax", "argmin")
 _TAKE = ("index", "_unsafe_index", "index_select", "embedding", "gather")
 _JOIN = ("where", "masked_fill", "scatter", "index_put")  # of several tensors, one
@@ -36,8 +38,11 @@ def numbers(x: Tensor) -> Tensor | None:
     dtype, (found, marks) = symbols.dtype_of(x), symbols.pieces(x)
     if dtype is None or dtype.is_complex or bool((marks & (symbols.PENDING | symbols.UNKNOWN)).any()):
         return None
-    values = symbols.whole_numbers(found)
-    return None if bool((values.abs() > _LARGEST).any()) else values.to(dtype)
+    lowest = (found == _LOWEST) & dtype.is_floating_point
+    values = symbols.whole_numbers(found).masked_fill(lowest, 0)
+    if bool((values.abs() > _LARGEST).any()):
+        return None
+    return values.to(dtype).masked_fill(lowest, -torch.inf) if bool(lowest.any()) else values.to(dtype)
 
 
 def by_numbers(op: OpOverload, args: Any, kwargs: Any) -> Results | None:
@@ -54,7 +59,7 @@ def by_numbers(op: OpOverload, args: Any, kwargs: Any) -> Results | None:
     if all(value is not None for _, value in tensors):
         results = op(*known[0], **known[1])
         results = list(results) if isinstance(results, (list, tuple)) else [results]
-        if name == "histc" or all(not each.is_floating_point() for each in results):
+        if name in ("histc", "amax") or all(not each.is_floating_point() for each in results):
             return [symbols.of_values(each) for each in results]
     return _moved(op, name, args) if name in _TAKE + _JOIN else None
 
@@ -88,6 +93,9 @@ def _moved(op: OpOverload, name: str, args: Any) -> Results | None:
 
     if name == "where":
         return [torch.where(*map(operand, args))]
+    if name == "masked_fill" and isinstance(args[2], (int, float)):
+        found, mark = attention.filling(args[0], args[2])
+        return [torch.where(operand(args[1]), symbols.elements(found, mark | symbols.mark_of(dtype)), args[0])]
     if name == "masked_fill":
         return [torch.where(operand(args[1]), operand(args[2]), args[0])]
     if name == "embedding":

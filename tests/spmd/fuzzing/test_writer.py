@@ -82,7 +82,8 @@ def test_no_choices_are_the_simplest_step() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", range(len(MIXTURES)))
 def test_each_mixture_is_verified_over_an_axis_of_experts(form: int, tmp_path: Path) -> None:
-    script = write(Choices(mode=(MESHES.index({"ep": 2}), 1, form)))
+    """In two groups of ranks, which sort their own rows."""
+    script = write(Choices(mode=(MESHES.index({"dp": 2, "ep": 2}), 1, form)))
     assert script is not None and '"experts": "ep"' in script.text()
     (tmp_path / "step.py").write_text(script.text())
     outcome = run(tmp_path / "step.py")

@@ -31,6 +31,7 @@ OVER_BATCH: dict[str, Any] = {"axes": {"batch": "ep", "experts": "ep"}}
 OVER_DP: dict[str, Any] = {"axes": {"batch": "dp", "experts": "dp"}}
 OVER_TWO: dict[str, Any] = {"axes": {"batch": ("dp", "ep"), "experts": "ep"}}
 OVER_TP = {"model.shared.*": {"tp": Shard(0)}, "*.up": {"tp": Shard(2)}, "*.down": {"tp": Shard(1)}}
+HALF = spmd.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 OF_THEIR_OWN: dict[str, Any] = {"axes": {"batch": "dp", "experts": "ep"}}
 
 
@@ -52,10 +53,27 @@ def verified(form: Any, mesh: dict[str, int], **options: Any) -> Any:
     ("numbers", {"dp": 2, "ep": 2}, {"parallel_style": "replicate", **OVER_TWO}),
     ("capacity", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **OVER_TWO}),
     ("ends", {"tp": 2, "ep": 2}, {"params": OVER_TP, **OVER_BATCH}),
+    ("capacity", {"tp": 2, "ep": 2}, {"parallel_style": "fully_shard", "params": OVER_TP, **OVER_BATCH}),
     ("ends", {"ep": 2}, {"parallel_style": "fully_shard", "reduce_dtype": torch.bfloat16, **OVER_BATCH}),
+    ("ends", {"ep": 2}, {"parallel_style": "fully_shard", "mp_policy": HALF, **OVER_BATCH}),
 ])  # fmt: skip
 def test_each_form_is_as_the_plain_step(form: Any, mesh: dict[str, int], options: dict[str, Any]) -> None:
     verdict = verified(form, mesh, **options)
+    assert verdict, str(verdict)
+
+
+def in_half_precision(model: nn.Module, optimizer: Any, x: torch.Tensor, chosen: torch.Tensor, y: torch.Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return Training.step(model, optimizer, x, chosen, y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["numbers", "capacity"])
+def test_products_of_experts_in_half_precision(form: Any) -> None:
+    model, optimizer, x, chosen, y = whole_batch(form, 4)
+    step = spmd.compile(in_half_precision, parallel_mode=spmd.DataParallel(**OVER_BATCH))
+    batch = x.float(), chosen, y.float()
+    verdict = spmd.verify(step, model.float(), optimizer, *batch, world=2, mesh={"ep": 2}, steps=3)
     assert verdict, str(verdict)
 
 
@@ -129,16 +147,19 @@ def test_rows_that_no_expert_has_and_uneven_parts(form: Any, mesh: dict[str, int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, implementation", [
-    ("Mixtral", "grouped_mm"),
-    ("Qwen3Moe", "batched_mm"),
-    ("DeepseekV3", "grouped_mm"),
-    ("GptOss", "grouped_mm"),
+@pytest.mark.parametrize("name, implementation, mesh, options", [
+    ("Mixtral", "grouped_mm", {"ep": 4}, OVER_BATCH),
+    ("Qwen3Moe", "batched_mm", {"ep": 4}, OVER_BATCH),
+    ("DeepseekV3", "grouped_mm", {"ep": 4}, OVER_BATCH),
+    ("GptOss", "grouped_mm", {"dp": 2, "ep": 2}, {"micro_batches": 2, **OVER_TWO}),
 ])  # fmt: skip
-def test_models_of_transformers(monkeypatch: pytest.MonkeyPatch, name: str, implementation: str) -> None:
-    """Unmodified, with their auxiliary loss; the plain step takes the grouped product that has fp64.
+def test_models_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, name: str, implementation: str, mesh: dict[str, int], options: dict[str, Any]
+) -> None:
+    """Unmodified; the plain step takes the grouped product that has fp64.
 
-    On four ranks, which exchange rows in both directions and again for backward. One layer, of experts.
+    On four ranks, which exchange rows in both directions and again for backward, with their auxiliary loss; or in
+    groups of two, part by part, without it. One layer, of experts.
     """
     from tests.models.catalog import ENTRIES
 
@@ -146,14 +167,13 @@ def test_models_of_transformers(monkeypatch: pytest.MonkeyPatch, name: str, impl
     (entry,) = (entry for entry in ENTRIES if entry.name == name)
     torch.manual_seed(0)
     changed = {"experts_implementation": implementation, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    changed |= {"output_router_logits": False} if "micro_batches" in options else {}
     model = replace(entry, config={**entry.config, **changed}).build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.randint(8, 96, (16, 8))
-    step = spmd.compile(Real.step, parallel_mode=spmd.DataParallel("fully_shard", **OVER_BATCH, experts="*.experts.*"))
+    step = spmd.compile(Real.step, parallel_mode=spmd.DataParallel("fully_shard", **options, experts="*.experts.*"))
     with products_in_fp64():
-        verdict = spmd.verify(
-            step, model, optimizer, {"input_ids": ids, "labels": ids}, world=4, mesh={"ep": 4}, steps=2
-        )
+        verdict = spmd.verify(step, model, optimizer, {"input_ids": ids, "labels": ids}, world=4, mesh=mesh, steps=2)
     assert verdict, str(verdict)
 
 

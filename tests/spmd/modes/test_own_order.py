@@ -50,6 +50,18 @@ class Inverse(Routed):
         return out[inverse].view(len(x), 2, WIDTH).sum(1)
 
 
+class Two(nn.Module):
+    """Two layers."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.first, self.second = Routed(form), Routed(form)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """As each of them."""
+        return self.second(self.first(x, chosen)[0], chosen)  # type: ignore[no-any-return]
+
+
 def given(model: type[nn.Module], ranks: int = 4) -> tuple[Any, ...]:
     torch.manual_seed(0)
     case, net = Training(), model("ends").double()
@@ -121,11 +133,12 @@ def test_rows_stay_with_ranks_that_split_tokens() -> None:
     (Inverse, {"dp": 2}, 8, {"axes": {"batch": "dp"}}),
     (Routed, {"dp": 2, "ep": 2}, 8, {"parallel_style": "fully_shard", **OVER_TWO}),
     (Inverse, {"ep": 4}, 64, {"axes": {"batch": "ep", "experts": "ep"}}),
+    (Two, {"pp": 2}, 8, {"axes": {"stages": "pp"}, "stages": ["second"]}),
 ])  # fmt: skip
 def test_micro_batches_are_as_the_plain_step(
     monkeypatch: pytest.MonkeyPatch, model: Any, mesh: dict[str, int], rows: int, options: dict[str, Any]
 ) -> None:
-    """Over the batch alone; experts in groups of ranks; experts to which rows are exchanged."""
+    """Over the batch alone; experts in groups of ranks; experts to which rows are exchanged; in stages."""
     monkeypatch.setattr(harness, "ROWS", rows)
     monkeypatch.setattr(placements, "FEWEST", 4)
     step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(micro_batches=2, **options))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 import spmd
 from passes import Kind, PartitionError, Role
 from spmd.partitioner.redistribute import Redistribution
+from spmd.rules.sequences import bands
 from spmd.rules.sequences.ring import Blocks
 from tests.harness.fake import fake_world
 from tests.harness.oracle import all_unequal, snapshot
@@ -105,8 +107,8 @@ def verified(given: tuple[Any, ...], mesh: dict[str, int] | None = None, step: A
     return spmd.verify(step, *given, mesh=mesh, world=torch.Size(mesh.values()).numel(), steps=2)
 
 
-def certified(given: tuple[Any, ...], world: int = 2, **mode: Any) -> Any:
-    step = spmd.compile(train, parallel_mode=spmd.DataParallel(**CONTEXT, **mode))
+def certified(given: tuple[Any, ...], world: int = 2, step: Any = train, **mode: Any) -> Any:
+    step = spmd.compile(step, parallel_mode=spmd.DataParallel(**CONTEXT, **mode))
     return spmd.certify(step, *given, mesh={"cp": world}, world=world)
 
 
@@ -177,7 +179,7 @@ def test_a_window_of_packed_documents_skips_what_no_row_sees(attention: Any, key
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["gather", "ring"])
+@pytest.mark.parametrize("attention", ["gather", "ring", "heads"])
 def test_sequence_batch_and_micro_batches(attention: Any) -> None:
     axes = {"batch": "dp", "sequence": "cp"}
     model, optimizer, x = arguments(8, 2, rows=8)
@@ -221,6 +223,26 @@ def train_with_dropout(model: Any, optimizer: Any, x: Tensor) -> Tensor:
 ])  # fmt: skip
 def test_dropout_draws_as_on_whole_sequences(dropout: float, mode: Any) -> None:
     assert verified(arguments(8, 2, dropout_p=dropout), step=train_with_dropout, **mode)
+
+
+def drawn_in_each_form(rank: int, world: int) -> list[Tensor]:
+    """The losses of two steps with an invariant seed: of a rank alone, and of all in each form."""
+    alone, mesh = (DeviceMesh("cpu", ranks, mesh_dim_names=("cp",)) for ranks in ([rank], [*range(world)]))
+    modes = (alone, {}), (mesh, {}), (mesh, {"attention": "ring", "balance": False}), (mesh, {"attention": "heads"})
+    losses = []
+    for on, mode in modes:
+        spmd.seed(5, invariant=True)
+        step = spmd.compile(train_with_dropout, parallel_mode=spmd.DataParallel(mesh=on, **CONTEXT, **mode))
+        given = arguments(8, 2)
+        losses.append(torch.stack([step(*given) for _ in range(2)]))
+    return losses
+
+
+def test_invariant_draws_follow_positions_in_each_form(ranks: Ranks) -> None:
+    for alone, *forms in ranks.run(2, drawn_in_each_form):
+        assert alone[0] != alone[1]
+        for each in forms:
+            torch.testing.assert_close(each, alone, rtol=1e-9, atol=0)
 
 
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2]])
@@ -289,7 +311,20 @@ def test_five_steps_on_gloo_ranks(ranks: Ranks, world: int) -> None:
 ])  # fmt: skip
 def test_the_certificate_shows_what_is_merged(attention: Any, length: int, world: int, mode: Any) -> None:
     found = certified(arguments(length, 2), world, attention=attention, **mode)
-    assert found, found
+    assert found and not found.routed, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["gather", "ring"])
+def test_the_certificate_shows_what_a_window_skips(monkeypatch: pytest.MonkeyPatch, attention: Any) -> None:
+    given = *arguments(9, 2, is_causal=False), torch.tensor([5, 7, 9])
+    mode = {"inputs": {"ends": Replicate()}, "attention": attention}
+    found = certified(given, 3, train_packed_in_a_window, **mode)
+    assert found and found.routed, found
+    if attention == "gather":
+        band = bands._band
+        monkeypatch.setattr(bands, "_band", lambda *given: replace(band(*given), low=0))  # of each row, its own key
+        assert not certified(given, 3, train_packed_in_a_window, **mode)
 
 
 # What is communicated and computed
