@@ -398,7 +398,7 @@ def single_tensor_functions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks on the steps of an optimizer, its own and those of all. The dicts are private; seen in 2.11 to 2.15."""
-    own: list[dict[int, Any]] = [getattr(optimizer, f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+    own: list[dict[int, Any]] = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
     every: list[Any] = [_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks]
     return [hook for hooks in (*own, *every) for hook in hooks.values()]
 

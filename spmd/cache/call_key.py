@@ -137,7 +137,10 @@ def _optimizer(name: str, optimizer: torch.optim.Optimizer, describer: Describer
         for group in optimizer.param_groups
     ]
     values = [
-        [describer.names.get(id(p)), [[k, _value_of_state(v, describer)] for k, v in held.items()]]
+        [
+            describer.names.get(id(p), p if isinstance(p, str) else None),
+            [[k, _value_of_state(v, describer)] for k, v in held.items()],
+        ]
         for p, held in optimizer.state.items()
     ]
     defaults = [[k, number_or_value(v)] for k, v in optimizer.defaults.items()]

@@ -26,8 +26,6 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from passes import CaptureError
-
 from .._torch import BUFFERS, CHILDREN, PARAMETERS
 from ..interpreter.foreign_code import is_foreign_code, is_foreign_module, is_library_file
 from .free_parameters import adopt, free_parameters
@@ -229,9 +227,8 @@ class _Search:
                 yield path.to(field_of, "__wrapped__"), vars(value)["__wrapped__"]
             return
         for key, field in list(_fields(value).items()):
-            if is_owner and isinstance(field, torch.optim.Optimizer):
-                _check_separate(path.name, key, value, field)
-            elif key not in self._names or (is_owner and key in _STATE):
+            is_inner = is_owner and isinstance(field, torch.optim.Optimizer)
+            if not is_inner and (key not in self._names or (is_owner and key in _STATE)):
                 continue
             yield path.to(field_of, key, key), field
         for base in cls.__mro__:
@@ -291,9 +288,3 @@ def _is_of_library(value: Any, file: str) -> bool:
     else:
         return False
     return other != file and is_library_file(other)
-
-
-def _check_separate(path: str, key: str, owner: Any, held: torch.optim.Optimizer) -> None:
-    """Raise ``CaptureError`` for two optimizers that share their state, which would be two things to a program."""
-    if isinstance(owner, torch.optim.Optimizer) and not delegates(owner) and held.state is owner.state:
-        raise CaptureError(f"{path} and {path}.{key} share one state: let the outer optimizer keep a state of its own")

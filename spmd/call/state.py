@@ -222,10 +222,7 @@ class _Instance:
 
 
 def _with_held(modules: dict[str, nn.Module], given: dict[str, Any]) -> dict[str, Optimizer]:
-    """The optimizers given, and those that they and modules have as attributes: ``model.optimizer``, ``sam.base``.
-
-    Raises ``CaptureError`` for two that share their state, which would be two things to a program.
-    """
+    """The optimizers given, and those that they and modules have as attributes: ``model.optimizer``, ``sam.base``."""
     found = dict(given)
     pending: list[tuple[str, Any]] = [*given.items(), *modules.items()]
     while pending:
@@ -236,11 +233,15 @@ def _with_held(modules: dict[str, nn.Module], given: dict[str, Any]) -> dict[str
                 pending.append((f"{path}.{key}", value))
                 if isinstance(owner, Optimizer) and delegates(owner):
                     found.pop(path, None)
-                elif isinstance(owner, Optimizer) and value.state is owner.state:
-                    raise CaptureError(
-                        f"{path} and {path}.{key} share one state: let the outer optimizer keep a state of its own"
-                    )
     return found
+
+
+def with_own_state(optimizers: dict[str, Optimizer]) -> dict[str, Optimizer]:
+    """The optimizers, each state once: what wraps an optimizer may share its state."""
+    names: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        names.setdefault(id(optimizer.state), name)
+    return {name: optimizers[name] for name in names.values()}
 
 
 def delegates(optimizer: Optimizer) -> bool:
@@ -313,7 +314,7 @@ def slots_of(arguments: Arguments) -> list[Slot]:
     names = {id(parameter.tensor): parameter.name for parameter in parameters}
     slots = [_slot(Role.PARAMETER, p.name, p) for p in parameters]
     slots += [_slot(Role.BUFFER, b.name, b) for b in buffers_of(arguments.modules)]
-    for path, optimizer in arguments.optimizers.items():
+    for path, optimizer in with_own_state(arguments.optimizers).items():
         slots += _optimizer_slots(path, optimizer, names)
     slots += [_gradient_slot(parameter) for parameter in parameters if parameter.tensor.grad is not None]
     device = parameters[0].tensor.device if parameters else torch.device("cpu")
@@ -355,6 +356,7 @@ def _scaler_slots(path: str, scaler: GradScaler, device: torch.device) -> list[S
 
 def _optimizer_slots(path: str, optimizer: Optimizer, names: dict[int, str]) -> list[Slot]:
     slots = []
+    _check_other_entries(path, optimizer, names)
     updated = parameters_of_optimizer(path, optimizer, names)
     left_over = [parameter for parameter in optimizer.state if id(parameter) in names]  # taken from its group
     for parameter in {id(p): p for p in [*updated, *left_over]}.values():
@@ -365,6 +367,19 @@ def _optimizer_slots(path: str, optimizer: Optimizer, names: dict[int, str]) -> 
                 described = _described(Role.OPTIMIZER_STATE, state_name(path, key, of), value, of)
                 slots.append(Slot(described, state, key))
     return slots
+
+
+def _check_other_entries(path: str, optimizer: Optimizer, names: dict[int, str]) -> None:
+    """Raise ``CaptureError`` for state of no parameter, unless it is a dict of plain values under a text."""
+    for key, values in optimizer.state.items():
+        if isinstance(key, torch.Tensor):
+            continue
+        plain = isinstance(values, dict) and not any(isinstance(each, torch.Tensor) for each in values.values())
+        if not plain or not isinstance(key, str) or key in names.values():
+            raise CaptureError(
+                f"{path}.state[{key!r}] is of no parameter, and no dict of plain values under a text: keep a number in "
+                "an attribute of the optimizer (self.steps = 0), and a tensor in the state of a parameter"
+            )
 
 
 def _described(role: Role, name: str, tensor: torch.Tensor, of: str | None = None) -> Input:
@@ -424,7 +439,7 @@ def hyper_parameters_of(
                     found += [HyperParameter(f"{name}.{k}", group, key, k) for k, v in enumerate(value) if is_live(v)]
     return found + [
         HyperParameter(f"{path}.{key}[{position}]", values, key)
-        for path, optimizer in optimizers.items()
+        for path, optimizer in with_own_state(optimizers).items()
         for position, values in enumerate(optimizer.state.values())
         for key, value in values.items()
         if is_number(value)

@@ -15,7 +15,7 @@ from passes import CaptureError
 
 from .._torch import own_buffers, own_parameters, storage_id
 from ..call.argument_logs import LogsFound
-from ..call.state import Slot, state_name, submodules_of
+from ..call.state import Slot, state_name, submodules_of, with_own_state
 from ..call.tree import flatten
 from ..python_state.effects.carried import Carried
 from ..python_state.effects.containers import ArgumentEntry, logs_among
@@ -268,10 +268,12 @@ def _new_state(swap: StateSwap, skips: list[Any]) -> list[NewEntry]:
     known = {slot.input.name for slot, _ in swap.pairs}
     names = {id(fake): name for name, fake in swap.fake_of.items()}
     found = []
-    for path, optimizer in swap.optimizers.items():
+    for path, optimizer in with_own_state(swap.optimizers).items():
         for fake, values in optimizer.state.items():
+            name = names.get(id(fake), fake)
+            if isinstance(name, torch.Tensor):  # a parameter that no module has any more
+                continue
             for key, value in values.items():
-                name = names[id(fake)]
                 if not is_traced(value) and holds_traced(value):
                     raise CaptureError(
                         f"{path} keeps a {type(value).__name__} of tensors in state[{name}][{key!r}]: "

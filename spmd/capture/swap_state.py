@@ -6,9 +6,9 @@ All of it is restored at the end, also when tracing raises.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class StateSwap:
         self.fake_of = {slot.input.name: fake for slot, fake in parameters}
         self.live_of = {slot.input.name: slot.get() for slot, _ in parameters}
         self.skipped = SkippedSteps()
+        self.fake_states: dict[int, WatchedState] = {}  # of optimizers, by the id of the live one
         self.fake_state: dict[int, dict[Any, Any]] = {}  # by the id of the live state dict of one parameter
         self.entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # (holder, key, fake) of swapped entries
         self.attributes: list[Snapshot] = []  # of modules and optimizers, as the step finds them
@@ -123,8 +124,11 @@ class StateSwap:
     def _swap_optimizer(self, stack: ExitStack, path: str, traced: TracedOptimizer) -> None:
         optimizer = traced.optimizer
         check_traceable(path, optimizer)
-        stack.callback(setattr, optimizer, "state", optimizer.state)
-        optimizer.state = self._fake_optimizer_state(optimizer)
+        live = optimizer.state
+        stack.callback(setattr, optimizer, "state", live)
+        if id(live) not in self.fake_states:  # what wraps an optimizer may share its state
+            self.fake_states[id(live)] = self._fake_optimizer_state(optimizer)
+        optimizer.state = self.fake_states[id(live)]
         stack.enter_context(contain_group_list_effects(path, optimizer.param_groups))
         for group in optimizer.param_groups:
             stack.enter_context(_restored(group))
@@ -149,12 +153,13 @@ class StateSwap:
                 found.setdefault(id(group), (path, index, group, dict(group)))
         return list(found.values())
 
-    def _fake_optimizer_state(self, optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
+    def _fake_optimizer_state(self, optimizer: torch.optim.Optimizer) -> WatchedState:
         state = WatchedState(self._note_read)
-        for parameter, values in optimizer.state.items():
-            if id(parameter) in self.by_id:
-                fakes = {k: self.by_id[id(v)] if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-                state[self.by_id[id(parameter)]] = self.fake_state[id(values)] = fakes
+        for key, values in optimizer.state.items():
+            fakes = {k: self.by_id.get(id(v), v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+            self.fake_state[id(values)] = fakes
+            is_others = isinstance(key, torch.Tensor) and id(key) not in self.by_id  # it counts, and is not written
+            state[self.by_id.get(id(key), key)] = MappingProxyType(fakes) if is_others else fakes
         return state
 
     @contextmanager

@@ -42,7 +42,8 @@ class StateLayout:
     attached: Attached  # to parameters and buffers
     distributed: bool  # whether some state is a DTensor
     names: list[str]  # of the tensors that ``read`` returns, in order
-    guards: Any = field(repr=False)
+    guards: TensorGuards = field(repr=False)  # of parameters and buffers
+    other_guards: TensorGuards = field(repr=False)  # of gradients, and the state of scalers
 
     @classmethod
     def of(
@@ -79,39 +80,44 @@ class StateLayout:
             Attached.of([*tensors, *held], named),
             any(isinstance(slot.get(), DTensor) for slot in slots),
             [],
-            None,
+            TensorGuards([*tensors, *held]),
+            TensorGuards([]),
         )
-        compared, of_optimizers = layout._read(arguments) or ([], [])
-        layout.names = [names.get(id(tensor), "") for tensor in compared + of_optimizers]
-        layout.guards = TensorGuards(compared)
+        compared, others, of_optimizers = layout._read(arguments) or ([], [], [])
+        layout.names = [names.get(id(tensor), "") for tensor in compared + others + of_optimizers]
+        layout.other_guards = TensorGuards(others)
         return layout
 
     def read(self, arguments: Arguments) -> list[torch.Tensor] | None:
         """The state tensors, or None if state is laid out otherwise."""
         found = self._read(arguments)
-        if found is None or not self.guards.check(found[0]):
+        if found is None or not self.other_guards.check(found[1]):
             return None
-        return found[0] + found[1]
+        owned, others, of_optimizers = found
+        return owned + others + of_optimizers
 
     def locals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's storages of the tensors that ``read`` returned."""
         return list(map(local_tensor, tensors)) if self.distributed else tensors
 
-    def _read(self, arguments: Arguments) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """(state that ``guards`` compare, state of optimizers, which their layouts have compared)."""
+    def _read(self, arguments: Arguments) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]] | None:
+        """(parameters and buffers, what ``other_guards`` compare, state of optimizers)."""
         if any(self.empty_dicts):
             return None
         parameters = self.parameters.pick(flat_values(self.parameter_dicts))
         buffers = self.buffers.pick(flat_values(self.buffer_dicts))
-        if parameters is None or buffers is None or not structurally_equal(_hooks_of(parameters), self.hooks):
+        if parameters is None or buffers is None:
             return None
-        if not self.attached.holds([*parameters, *buffers]):
+        owned = [*parameters, *buffers]
+        if not self.guards.check(owned):  # first: what took the place of one may be None, and has no hooks
+            return None
+        if not structurally_equal(_hooks_of(parameters), self.hooks) or not self.attached.holds(owned):
             return None
         observed = parameters if self.with_gradient is None else [parameters[k] for k in self.with_gradient]
         gradients = self.gradients.pick(list(map(_gradient, observed)))
         if gradients is None or (self.placements and _placements_of(gradients) != self.placements):
             return None
-        compared, of_optimizers = [*parameters, *buffers, *gradients], []
+        others, of_optimizers = list(gradients), []
         for layout, optimizer in zip(self.optimizers, arguments.optimizers.values(), strict=True):
             state = layout.read(optimizer, parameters)
             if state is None:
@@ -121,8 +127,8 @@ class StateLayout:
             state = state_of(scaler)
             if state is None:
                 return None
-            compared += state
-        return compared, of_optimizers
+            others += state
+        return owned, others, of_optimizers
 
 
 def _placements_of(gradients: list[torch.Tensor]) -> list[Any]:

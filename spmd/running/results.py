@@ -37,7 +37,8 @@ class Results:
             if isinstance(value, FromOutput):
                 value = self._as_state(returned[value.index], self._outputs[value.index])
             if new.optimizer:
-                arguments.optimizers[new.optimizer].state[live[new.parameter]][new.key] = value
+                owner: Any = live.get(new.parameter, new.parameter)
+                arguments.optimizers[new.optimizer].state[owner][new.key] = value
             else:
                 live[new.parameter].grad = value
         for name in captured.cleared_gradients:

@@ -2,9 +2,9 @@
 
 A number that is computed from a split tensor is that of the whole: pending sums are reduced where they come about, so
 that ``p.grad.norm()`` and ``float(p.abs().max())`` are those of the plain model, on all ranks, which all must ask.
-Where torch has no rule, or plain tensors take part (a moving average of the user's), the whole tensor is gathered. A
-whole tensor that is copied into a split one writes this rank's part. A look at memory is refused, and so is a pickle,
-which would have this rank's part alone.
+Where torch has no rule, plain tensors take part (a moving average of the user's), or random numbers are drawn, the
+whole tensor is gathered. What is written into a whole tensor writes this rank's part. A look at memory is refused, and
+so is a pickle, which would have this rank's part alone.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ _FACTS = set(
 # Reductions that have no value for a part without elements.
 _OF_ELEMENTS = set(
     "max min amax amin aminmax argmax argmin median nanmedian norm vector_norm linalg_vector_norm linalg_norm".split()
+)
+# Functions that draw random numbers: each rank draws those of the whole tensor, as one device would.
+_RANDOM = set(
+    "normal_ uniform_ kaiming_normal_ kaiming_uniform_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_ "
+    "rand_like randn_like randint_like bernoulli normal multinomial poisson dropout".split()
 )
 _VIEWS = set(
     "__getitem__ detach select narrow view view_as reshape flatten chunk split unbind tensor_split diagonal unfold "
@@ -208,7 +213,11 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         others = {key: value for key, value in kwargs.items() if key != "out"}
         return _assign(out, func(*tree_map(_whole, args), **tree_map(_whole, others)))
     name = getattr(func, "__name__", "")
-    if name in _OF_ELEMENTS and any(map(_has_empty_part, tree_flatten((args, kwargs))[0])):
+    if name in _RANDOM and "tensor" in kwargs:  # of ``nn.init``
+        args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
+    if name in _RANDOM and _writes_to(DTensor, func, args):
+        return _write_whole(func, args, kwargs)
+    if name in _RANDOM or (name in _OF_ELEMENTS and any(map(_has_empty_part, tree_flatten((args, kwargs))[0]))):
         return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
     is_view = name in _VIEWS and isinstance(args[0], DTensor)
     is_view = is_view and not any(isinstance(each, Tensor) for each in tree_flatten(args[1:])[0])
@@ -233,10 +242,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _is_of_dtensors(error):
             raise
         if _writes_to(DTensor, func, args):
-            raise SpmdError(
-                f"{func.__name__} writes a plain tensor into one that is split over the ranks: {_WAYS_OUT}. A copy of "
-                "the model that copy.deepcopy makes after the first call of the step is split as the model is"
-            ) from None
+            return _write_whole(func, args, kwargs)
         return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
     if isinstance(found, DTensor) and any(placement.is_partial("avg") for placement in found.placements):
         found = func(*tree_map(_whole, args), **tree_map(_whole, kwargs))  # parts may be unequal
@@ -302,6 +308,23 @@ def _write_part(live: DTensor, whole: Tensor) -> DTensor:
             values = values.narrow(placement.dim, *extent(placement, values.shape[placement.dim], axis))
     local_tensor(live).copy_(values)
     return live
+
+
+def _write_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let ``func`` write into a whole tensor, or a list of them, of which ranks keep parts; replicas, the first's."""
+    wholes = tree_map(lambda each: _whole(each.detach()).clone(), args[0])
+    func(wholes, *tree_map(_whole, args[1:]), **tree_map(_whole, kwargs))
+    for live, whole in zip(tree_flatten(args[0])[0], tree_flatten(wholes)[0], strict=True):
+        if not isinstance(live, DTensor):
+            live.detach().copy_(whole)
+            continue
+        local = local_tensor(_write_part(live, whole))
+        for k, placement in enumerate(live.placements):
+            if placement.is_replicate():
+                sent = local.contiguous()
+                dist.broadcast(sent, group=live.device_mesh.get_group(k), group_src=0)
+                local.copy_(sent)
+    return args[0]
 
 
 def _whole(value: Any) -> Any:

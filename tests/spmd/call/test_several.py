@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -182,10 +183,32 @@ class Delegating(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Has groups and state of the optimizer that it wraps for its own, and keeps slow weights there."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.steps = optimizer, 0
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+
+    state_dict = Delegating.state_dict
+    zero_grad = Delegating.zero_grad
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.optimizer.step(closure)
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"] if self.steps % 2 == 0 else ():
+            slow = self.state[parameter].setdefault("slow", parameter.clone())
+            parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+@dataclass(frozen=True)
 class Wrapped(Case):
+    wrapper: Any = Delegating
+
     def build(self) -> tuple[Any, ...]:
         model = mlp(15, 7, 3)
-        return model, Delegating(torch.optim.AdamW(model.parameters(), lr=0.01))
+        return model, self.wrapper(torch.optim.AdamW(model.parameters(), lr=0.01))
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         random = random_generator(rank, step)
@@ -200,6 +223,7 @@ class Wrapped(Case):
         return loss
 
 
+@pytest.mark.parametrize("wrapper", [Delegating, Lookahead])
 @pytest.mark.parametrize("mode", ["fully_shard", {"shard_optimizer": True}])
-def test_an_optimizer_that_delegates_is_the_one_that_it_wraps(ranks: Ranks, mode: Any) -> None:
-    assert_agrees(ranks, 2, Wrapped(), mode)
+def test_an_optimizer_may_have_the_state_of_the_one_that_it_wraps(ranks: Ranks, mode: Any, wrapper: type) -> None:
+    assert_agrees(ranks, 2, Wrapped(wrapper), mode)

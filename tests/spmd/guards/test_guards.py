@@ -418,6 +418,16 @@ def test_a_parameter_moved_through_data_compiles_anew() -> None:
     assert len(compiled.programs) == 2
 
 
+def test_a_parameter_or_buffer_that_is_taken_away_compiles_anew() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(), torch.ones(2, 3)
+    compiled = spmd.compile(lambda model, x: model(x).detach())
+    for holder, key in ((model[0], "bias"), (model[1], "num_batches_tracked"), (model[1], "weight")):
+        compiled(model, x)
+        setattr(holder, key, None)
+        torch.testing.assert_close(compiled(model, x), model(x).detach())
+    assert len(compiled.programs) == 4
+
+
 def test_a_state_tensor_passed_as_a_batch_compiles_anew() -> None:
     model = nn.Linear(3, 3, bias=False)
     compiled = spmd.compile(lambda model, x: (model(x).detach(), x is model.weight))

@@ -68,6 +68,44 @@ def test_plain_numbers_in_optimizer_state_are_never_stale() -> None:
     torch.testing.assert_close(*trained, rtol=1e-9, atol=1e-10)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps numbers of its own in its state, as some optimizers do beside those of parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        own = self.state.setdefault("all", {"steps": 0, "scale": 1.0})
+        own["steps"] += 1
+        own["scale"] *= 0.5
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-0.1 * own["scale"] / own["steps"])
+
+
+def counted(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().sum() * (1.0 + len(optimizer.state))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", [Counting, torch.optim.SGD])
+def test_state_of_no_parameter_counts(kind: type[torch.optim.SGD]) -> None:
+    trained = []
+    for step in (counted, spmd.compile(counted)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).double()
+        optimizer = kind(model.parameters(), lr=0.1, momentum=0.5)
+        optimizer.state["noted"], optimizer.state[torch.ones(3)] = {"by": "hand"}, {"old": torch.ones(3)}  # type: ignore[index]
+        losses = [step(model, optimizer, torch.ones(2, 4).double()) for _ in range(4)]
+        own = {key: values for key, values in optimizer.state.items() if isinstance(key, str)}
+        trained.append((losses, weights(model), own))
+    torch.testing.assert_close(trained[0][:2], trained[1][:2], rtol=1e-9, atol=1e-10)
+    assert trained[0][2] == trained[1][2]
+    optimizer.state["k"] = 1  # type: ignore[index]
+    with pytest.raises(spmd.CaptureError, match=r"optimizer\.state\['k'\] is of no parameter.*self\.steps"):
+        step(model, optimizer, torch.ones(2, 4).double())
+
+
 class Settings:
     """An object in a group."""
 

@@ -25,6 +25,14 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "vector": lambda t: nn.utils.vector_to_parameters(torch.arange(12.0, dtype=torch.float64), [t]),
     "transposed": lambda t: t.t().mul_(2),
     "in place": lambda t: t.mul_(2).clamp_(-0.5, 0.5),
+    "plain values": lambda t: t.add_(torch.arange(12.0, dtype=torch.float64).view(4, 3)).data.mul_(torch.ones(3) / 3),
+    "a list": lambda t: torch._foreach_mul_([t], [torch.full((4, 3), 0.5, dtype=torch.float64)]),
+    "drawn": lambda t: t.normal_(),
+    "drawn by an initialization": lambda t: (nn.init.xavier_uniform_(t), nn.init.kaiming_normal_(t, a=0.1)),
+    "initialized": lambda t: (nn.init.orthogonal_(t), nn.init.trunc_normal_(t, std=0.1)),
+    "noise": lambda t: t.add_(torch.randn_like(t)),
+    "noise of one's own": lambda t: t.data.add_(torch.rand(t.shape, dtype=t.dtype)),
+    "dropped": lambda t: t.copy_(nn.functional.dropout(t)),
 }
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "view of a row": lambda t: t[0].zero_(),
@@ -69,8 +77,9 @@ def differences(rank: int, world: int) -> list[str]:
             if whole(read(model.weight)) != whole(read(plain.weight)):
                 wrong.append(name)
         for name, write in WRITES.items():
-            write(model.weight)
-            write(plain.weight)
+            for tensor in (model.weight, plain.weight):
+                torch.manual_seed(len(name))
+                write(tensor)
             if not torch.equal(model.weight.full_tensor(), plain.weight):  # type: ignore[operator]
                 wrong.append(name)
         for name, write in REFUSED.items():
