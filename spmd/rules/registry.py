@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from .._torch import OpOverload
 from .base import Localize, OpCall, Option, Rule
 
 Op = OpOverload
+_Key = TypeVar("_Key")
+_Function = TypeVar("_Function")
 
 RULES: dict[Op, Rule] = {}
 LOCALIZE: dict[Op, Localize] = {}
@@ -22,26 +24,24 @@ TAGGED: dict[torch.Tag, Rule] = {}
 """Rules for all aten ops with a tag, where the op has none of its own."""
 
 
-def rule(*ops: Op) -> Callable[[Rule], Rule]:
-    """Register a rule for ``ops``."""
-
-    def register(function: Rule) -> Rule:
-        for op in ops:
-            assert op not in RULES, f"{op} has a rule already"
-            RULES[op] = function
+def _adding_to(table: dict[_Key, _Function], keys: Iterable[_Key]) -> Callable[[_Function], _Function]:
+    def register(function: _Function) -> _Function:
+        for key in keys:
+            assert key not in table, f"{key} is registered already"
+            table[key] = function
         return function
 
     return register
+
+
+def rule(*ops: Op) -> Callable[[Rule], Rule]:
+    """Register a rule for ``ops``."""
+    return _adding_to(RULES, ops)
 
 
 def named(*names: str) -> Callable[[Rule], Rule]:
     """Register a rule for ops of other libraries."""
-
-    def register(function: Rule) -> Rule:
-        NAMED.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+    return _adding_to(NAMED, names)
 
 
 def whole(*ops: Op) -> None:
@@ -55,25 +55,12 @@ def _nothing(call: OpCall) -> list[Option]:
 
 def tagged(tag: torch.Tag) -> Callable[[Rule], Rule]:
     """Register a rule for every functional aten op that torch gives ``tag``."""
-
-    def register(function: Rule) -> Rule:
-        assert tag not in TAGGED, f"{tag} has a rule already"
-        TAGGED[tag] = function
-        return function
-
-    return register
+    return _adding_to(TAGGED, [tag])
 
 
 def localize(*ops: Op) -> Callable[[Localize], Localize]:
     """Register a function that replaces global sizes among the arguments of ``ops`` by local ones."""
-
-    def register(function: Localize) -> Localize:
-        for op in ops:
-            assert op not in LOCALIZE, f"{op} has a localize function already"
-            LOCALIZE[op] = function
-        return function
-
-    return register
+    return _adding_to(LOCALIZE, ops)
 
 
 def rule_of(op: Any) -> Rule | None:
