@@ -27,9 +27,10 @@ from .statements import (
     options,
 )
 
-_FAMILIES = (
+FAMILIES = (
     "layer rowwise layer across called rowwise across lines joined random kept reused stateful called layer argument"
 )
+OF_ROWS = "layer rowwise layer kept rowwise reused called"  # most of which look at each row by itself
 _WIDTHS = (4, 2, 6, 3, 5, 8, 1)
 _MOST_ELEMENTS, _LARGEST = 600, 1e3
 _TABLES = {"rowwise": ROWWISE, "across": ACROSS_ROWS, "random": RANDOM, "joined": JOINED}
@@ -63,9 +64,9 @@ class Forward:
         model: nn.ModuleList = self._names["model"]
         return model
 
-    def add(self, gene: Gene) -> None:
+    def add(self, gene: Gene, families: str = FAMILIES) -> None:
         """Add what the gene stands for, if it fits."""
-        family = gene.of(_FAMILIES.split())
+        family = gene.of(families.split())
         if family == "kept":
             self._keep()
         elif family == "reused":
@@ -91,6 +92,11 @@ class Forward:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             is_table = not self.h.is_floating_point()
             self._add("nn.Embedding(5, {w})" if is_table else "nn.Linear({n}, {w})", "h = {m}(h)", Gene())
+
+    def add_blocks(self, count: int) -> None:
+        """Add layers of one shape, where stages can begin."""
+        for _ in range(count):
+            self._add("nn.Linear({n}, {n})", "h = torch.tanh({m}(h))", Gene())
 
     def add_mixture(self, gene: Gene) -> bool:
         """Add a mixture of experts, of ``h`` as rows of features; returns whether that is possible."""

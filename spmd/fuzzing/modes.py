@@ -45,10 +45,14 @@ MESHES = (
     {"dp": 1},
     {"ep": 2},  # with ``EXPERTS``
     {"dp": 2, "ep": 2},
+    *[{"pp": 2}] * 2,  # with ``STAGES``
+    {"pp": 2, "dp": 2},
 )
 
 AXES = '{"batch": "x", "tensor": "tp"}'  # roles of a mesh whose first axis does not split the batch
 EXPERTS = ('{"batch": ("dp", "ep"), "experts": "ep"}', '{"batch": "dp", "experts": "ep"}')  # of two axes
+
+STAGES = ("", ', schedule="gpipe"', ', schedule="zb-h1"', ', schedule="interleaved"')  # with two micro-batches or four
 
 SEQUENCES = ("", ', attention="ring"', ", balance=False")  # options of a mesh whose axis ``cp`` splits sequences
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..call.rng import random_state_kept
 from .choices import Choices, Gene
-from .forward import Forward
-from .modes import ANNOTATIONS, AXES, EXPERTS, MESHES, PLACED, ROUNDED, SEQUENCES, STYLES, pipelines
+from .forward import FAMILIES, OF_ROWS, Forward
+from .modes import ANNOTATIONS, AXES, EXPERTS, MESHES, PLACED, ROUNDED, SEQUENCES, STAGES, STYLES, pipelines
 from .plain_run import can_be_verified
 from .script import Script
 from .training import CHANGES, LOSSES, OPTIMIZERS, PARAMETERS, RESULTS, TRAININGS
@@ -48,10 +48,12 @@ def _written(choices: Choices) -> Script:
     shape = (data.of(_ROWS), *data.of(_SHAPES))
     script.data["x"] = data.rarely(data.of(_BATCHES), _BATCHES[0]).format(shape=shape)
     forward = Forward(eval(script.data["x"]))
-    for numbers in choices.statements:
-        forward.add(Gene(numbers))
     mode = Gene(choices.mode)
     script.mesh, script.steps = mode.of(MESHES), mode.of(_STEPS)
+    has_stages = "pp" in script.mesh
+    for numbers in choices.statements:
+        forward.add(Gene(numbers), OF_ROWS if has_stages else FAMILIES)
+    forward.add_blocks(4 if has_stages else 0)
     if "ep" in script.mesh and not forward.add_mixture(mode):
         script.mesh = MESHES[0]
     forward.add_trained_layer()
@@ -149,6 +151,12 @@ def _compile(gene: Gene, forward: Forward, script: Script) -> None:
     elif "cp" in script.mesh:
         roles = {"sequence": "cp"} | ({"batch": "dp"} if "dp" in script.mesh else {})
         script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, axes={roles}{gene.of(SEQUENCES)})"
+    elif "pp" in script.mesh:
+        if len(forward.x) % script.ranks:
+            script.mesh = {"pp": 2}  # micro-batches take equal numbers of rows on all ranks
+        roles = {"stages": "pp"} | ({"batch": "dp"} if "dp" in script.mesh else {})
+        runs = f", micro_batches={gene.of((2, 4))}{gene.of(STAGES)}"
+        script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, axes={roles}{runs})"
     elif kind == "annotations":
         script.annotations = _annotations(gene, forward)
     elif kind == "placed":

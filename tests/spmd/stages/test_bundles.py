@@ -26,7 +26,7 @@ from spmd.stages.schedules import ended_role, orders, with_ends
 from tests.harness.fake import fake_world
 from tests.models.catalog import ENTRIES
 
-from .trainings import TOKENS, WIDTH, EncoderDecoder, of_transformers, translate, with_sgd
+from .trainings import TOKENS, WIDTH, EncoderDecoder, Training, of_transformers, translate, with_sgd
 
 TWO: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4, "stages": ["2"]}
 
@@ -80,6 +80,24 @@ def test_stages_are_balanced_and_all_steps_of_a_model_take_them() -> None:
         assert homes == [(0,), (0,), (0,), (1,), (1,)]
         spmd.compile(evaluation, parallel_mode=mode)(model, x[:8])
         assert [each.weight.placements[0].stages for each in model] == homes
+
+
+def penalized(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y) + 0.01 * sum(p.square().sum() for p in model.parameters())
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def test_a_penalty_on_large_parameters_is_added_to_whole_gradients() -> None:
+    """Sums over micro-batches are whole, though ranks would send less if they added it to parts."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 512), nn.Linear(512, 512), nn.Linear(512, 8))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(1024, 8)
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        mode = spmd.DataParallel(mesh=mesh, **TWO | {"stages": ["3"]})
+        spmd.compile(penalized, parallel_mode=mode, passes=())(model, optimizer, x, x)
+    assert [each.weight.placements[0].stages for each in model] == [(0,), (0,), (0,), (1,), (1,)]
 
 
 def test_where_state_is_kept_can_be_copied() -> None:
@@ -141,6 +159,19 @@ def test_a_loss_that_balances_experts_is_refused_at_its_line() -> None:
         step = spmd.compile(of_transformers, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO | {"stages": None}))
         with pytest.raises(PartitionError, match=r"modeling_mixtral\.py.*sum over the whole batch that each micro"):
             step(model, with_sgd(model), entry.batch(torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_cut_as_it_is() -> None:
+    """Each block reads positions that the model computes once. ``test_numbers.py`` trains it, exhaustively."""
+    case = Training("Llama")
+    model, optimizer = case.build()
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        mode = spmd.DataParallel(mesh=mesh, **TWO | {"stages": None})
+        spmd.compile(case.step, parallel_mode=mode, passes=())(model, optimizer, *case.part(0, 0))
+    homes = [each.mlp.up_proj.weight.placements[0].stages for each in model.model.layers]
+    assert homes == sorted(homes) and set(homes) == {(0,), (1,)}
 
 
 # Mutants

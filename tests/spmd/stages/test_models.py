@@ -9,7 +9,7 @@ torchtitan#4312, pytorch#127964   later stages read earlier ones         two_sta
 torchtitan#431, pytorch#159942    lengths differ from call to call       other_meshes[lengths]
 pytorch#126600           rows do not divide by the micro-batches         two_stages[rows], rows_are_returned
 pytorch#128115           later stages read arguments (labels)            two_stages[encoder-decoder], of_transformers
-pytorch#184361, accelerate#3151   models of transformers, unmodified     of_transformers
+pytorch#184361, accelerate#3151   models of transformers, unmodified     of_transformers, and of test_bundles.py
 Megatron-LM#299          the head is the embedding                       two_stages[tied], three_stages_read
 """
 
