@@ -23,7 +23,7 @@ from passes.runner import OnStage
 from .edited_programs import EditedPrograms
 from .interpreter.interrupts import interruptible
 from .lowering.backends import Backend, check_backend
-from .modes.auto import Auto
+from .modes.auto import Auto, partition_together
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
 from .modes.option_groups import check_memory
@@ -149,7 +149,7 @@ class Options:
         ``kept``: as for ``fitted``. Raises ``MemoryBudgetError`` if none fits.
         """
         mode, needed = self.mode, list[int]()
-        local = mode.partition_together(captured, all_gather) if isinstance(mode, Auto) else mode.partition(captured)
+        local = partition_together(mode, captured, all_gather) if isinstance(mode, Auto) else mode.partition(captured)
         while self.memory is not None and local.stages is not None:
             needed.append(bytes_of_stages(local, self.pipeline, all_gather, kept))
             if needed[-1] <= self.memory:

@@ -127,7 +127,7 @@ class StepRunner:
         return compiled
 
     def _exchange(self, turn: Turn, compiled: Compiled, pipeline: tuple[Pass, ...], adapting: Adapting) -> Compiled:
-        """The program with the other schedule; the one that runs where that does not compile on all ranks."""
+        """The program with the other schedule; the one that runs, where some rank cannot compile that."""
         assert turn.call is not None, "a call that has begun was read"
         self._dispatch.leave(turn, compiled, "calls were measured, and take another schedule")
         try:

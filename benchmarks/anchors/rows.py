@@ -26,6 +26,7 @@ GROUPS = {
 }
 # vTrain's hosts: their simulator counts 800 Gb/s for eight GPUs.
 _NETWORK = {"vtrain-multi": 12.5, "vtrain-single": 12.5}
+_DEEPEP = 0.92  # of the network: it publishes 46 of 50 GB/s
 _WIDE = 128  # the head dim at which attention's constants are given
 _BITS = {"bf16": 16, "bf16-pure": 16, "fp16": 16, "nvfp4": 4}  # fp8 in all its forms otherwise
 
@@ -149,7 +150,12 @@ class Row:
     @property
     def expert_ranks(self) -> int:
         """Ranks that divide experts: all that divide parameters, where it sends tokens by DeepEP and says no number."""
-        return self.number("ep", self.number("dp_shard") if "DeepEP" in self.cells.get("note", "") else 1)
+        return self.number("ep", self.number("dp_shard") if self.uses_deepep else 1)
+
+    @property
+    def uses_deepep(self) -> bool:
+        """Whether tokens go to experts by the kernels of DeepEP."""
+        return "DeepEP" in self.cells.get("note", "")
 
     @property
     def recompute(self) -> Recompute:
@@ -184,6 +190,8 @@ class Row:
         framework = software[self.framework]
         if self.cells.get("experts"):  # these kernels follow the exponentials of scores, not their width
             framework = replace(framework, attention=framework.attention * self.dims.head_dim / _WIDE)
+        if self.uses_deepep:
+            framework = replace(framework, tokens=_DEEPEP)
         if self.cells["async_tp"] == "1":
             framework = replace(framework, exposed=0.4)
         network = _NETWORK.get(self.cells["group"])
@@ -194,7 +202,7 @@ class Row:
         """What machines of rows differ in."""
         group = "vtrain" if self.cells["group"] in _NETWORK else ""
         width = str(self.dims.head_dim) if self.cells.get("experts") else ""
-        return self.framework, self.cells["gpu"], self.cells["async_tp"], group, width
+        return self.framework, self.cells["gpu"], self.cells["async_tp"], group, width, str(self.uses_deepep)
 
     def estimate(self, machine: Machine | None = None) -> Estimate:
         """The estimated step, by default on its machine with the fitted constants."""

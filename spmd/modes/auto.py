@@ -100,22 +100,7 @@ class Auto(DataParallel):
 
     def partition(self, program: Program) -> Program:
         """One rank's share in the style that is chosen now, or was."""
-        return self.partition_together(program, lambda text: [text])
-
-    def partition_together(self, program: Program, gather: Callable[[str], list[str]]) -> Program:
-        """The same, where all ranks call it: ``gather`` returns the text of each, in the order of the mesh.
-
-        A style is chosen from what each rank has estimated of its part of them; which one estimates it is all the same.
-        """
-        local, is_first = None, not any(axis.coordinate for axis in program.mesh.axes)
-        if not self.style:
-            chosen, self.note, local = self._choose(program, gather)
-            self.style = chosen.style
-            if is_first and simulated() is None and not is_set("SPMD_QUIET"):
-                print(self.note, file=sys.stderr)
-        local = local if is_first and local is not None else self._mode(self.style).partition(program)
-        local.notes.append(self.note)
-        return local
+        return partition_together(self, program, lambda text: [text])
 
     def plan(self, program: Program) -> Plan:
         """The plan of the chosen style; of "replicate" before there is one."""
@@ -168,3 +153,19 @@ class Auto(DataParallel):
         runs = {id(each.graph): each for each in runs_of(final)}.values()
         peaks = [plan.peak for each in runs for space, plan in planned_memory(each).items() if space.startswith(device)]
         return _Made(style, found.seconds, max(peaks, default=0)), local
+
+
+def partition_together(mode: Auto, program: Program, gather: Callable[[str], list[str]]) -> Program:
+    """One rank's share in the style of ``mode``; where that is still to choose, all ranks call this together.
+
+    ``gather`` returns the text of each, in the order of the mesh. Each estimates its part of the styles.
+    """
+    local, is_first = None, not any(axis.coordinate for axis in program.mesh.axes)
+    if not mode.style:
+        chosen, mode.note, local = mode._choose(program, gather)
+        mode.style = chosen.style
+        if is_first and simulated() is None and not is_set("SPMD_QUIET"):
+            print(mode.note, file=sys.stderr)
+    local = local if is_first and local is not None else mode._mode(mode.style).partition(program)
+    local.notes.append(mode.note)
+    return local

@@ -62,7 +62,8 @@ class Software:
     gradients, and of messages between chunks; ``gathers_beside``: it hides the gathers of updated parameters, too.
     ``attention``: how much faster its kernel is than FlashAttention 2. ``balances``: stages have blocks by their time,
     the ends of the model counted. ``bucket``: bytes of replicated gradients that one collective reduces. ``adds``:
-    gradients are added up by kernels of their own, not by the products that make them.
+    gradients are added up by kernels of their own, not by the products that make them. ``tokens``: the part of the
+    network that tokens to experts get, if not that of other messages.
     """
 
     unfused: float = 1.0
@@ -75,6 +76,7 @@ class Software:
     balances: bool = False
     bucket: float = math.inf
     adds: bool = True
+    tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Machine:
         c, (on_host, hosts) = self.constants, self._hosts(ranks, stride)
         near = size * (on_host - 1) / ranks / (self.gpu.nvlink * c.nvlink * 1e9)
         sent = size / copies * (hosts - 1) * (1 - (1 - 1 / hosts) ** copies)  # to hosts that have one of its experts
-        far = sent / ((self.network or self.gpu.network) * c.message * 1e9)
+        far = sent / ((self.network or self.gpu.network) * (self.software.tokens or c.message) * 1e9)
         return c.latency + (on_host - 1) * c.hop + math.log2(hosts) * c.far_hop + max(near, far)
 
     def _hosts(self, ranks: int, stride: int) -> tuple[int, int]:

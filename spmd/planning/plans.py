@@ -269,8 +269,11 @@ def python(
     if len(mesh) > 1:
         sizes, names = sizes[:-2], names[:-2]
     splits = "".join(f'    "{name}": {{"{tensor}": Shard({dim})}},\n' for name, dim in (recipe or {}).items())
+    imports = "from torch.distributed.device_mesh import init_device_mesh\n"
+    imports += "from torch.distributed.tensor import Shard\n" if splits else ""
     return (
-        (f"params = {{\n{splits}}}\n" if splits else "")
+        imports
+        + (f"params = {{\n{splits}}}\n" if splits else "")
         + f'mesh = init_device_mesh("cuda", ({sizes.rstrip()}), mesh_dim_names=({names.rstrip()}))\n'
         f"mode = spmd.DataParallel({', '.join(options)})\n"
         f"step = spmd.compile(parallel_mode=mode{budget})(step)"

@@ -12,12 +12,13 @@ import pytest
 from benchmarks.anchors import __main__ as command
 from benchmarks.anchors.errors import errors_of, quantile
 from benchmarks.anchors.fit import estimated, fit, halves
+from benchmarks.anchors.noise import regressed
 from benchmarks.anchors.rows import Row
 
 COLUMNS = (
     "id,group,class,model,arch,tied,layers,hidden,ffn,heads,kv_heads,head_dim,experts,top_k,expert_ffn,vocab,seq_len,"
     "gpus,gpu,dp_shard,dp_replicate,tp,pp,vp,cp,ep,sharding,seq_parallel,async_tp,schedule,micro_batch,grad_accum,"
-    "global_batch,precision,ac,compile,step_s,memory_gib,sweep,pair"
+    "global_batch,precision,ac,compile,step_s,memory_gib,sweep,pair,note"
 ).split(",")
 DENSE = {
     "group": "nanotron",
@@ -80,6 +81,35 @@ def test_halves_have_no_model_in_common() -> None:
     assert len(one) + len(other) == 9
     keys = [{(r.cells["group"], r.cells["model"]) for r in half} for half in (one, other)]
     assert not keys[0] & keys[1]
+
+
+def test_a_regression_knows_the_rows_of_large_sweeps() -> None:
+    stages = [(1, 8), (2, 4), (4, 4), (2, 8), (8, 2)]
+    rows = [
+        row(
+            id=f"{pp}-{tp}-{rows}",
+            gpus=64,
+            pp=pp,
+            tp=tp,
+            micro_batch=rows,
+            grad_accum=8,
+            sweep="a",
+            step_s=rows**0.5 / tp,
+        )
+        for pp, tp in stages
+        for rows in (1, 2, 4, 8, 16)
+    ]
+    found = regressed([*rows, row(id="other", sweep="b")])
+    assert found == pytest.approx({each.id: each.seconds for each in rows})
+
+
+def test_deepep_divides_experts() -> None:
+    cells = {"experts": 8, "dp_shard": 4}
+    assert [row(**cells, **more).expert_ranks for more in ({}, {"note": "DeepEP"}, {"note": "DeepEP", "ep": 2})] == [
+        1,
+        4,
+        2,
+    ]
 
 
 @pytest.mark.slow

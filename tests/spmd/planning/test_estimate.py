@@ -35,7 +35,7 @@ IDEAL = Constants(
     knee=1000.0,
     reserved=0.0,
 )
-FREE = Software(launch=0.0, per_step=0.0)
+FREE = Software(launch=0.0, per_step=0.0, adds=False)
 
 
 def machine(**software: Any) -> Machine:
@@ -83,6 +83,18 @@ def test_gradients_are_reduced_once_a_step_by_a_ring() -> None:
     assert found.causes["reduction"] == pytest.approx(2 * 4e8 * 2 * 7 / 8 / 450e9)
     far = step(Layout(64, micro_batches=5))  # eight cards of a host serve one ring
     assert far.causes["reduction"] == pytest.approx(2 * 4e8 * 2 * 63 / 64 / 400e9)
+
+
+def test_each_bucket_of_gradients_has_the_latency_of_a_collective() -> None:
+    slow = replace(machine(bucket=1e8), constants=replace(IDEAL, latency=1e-3))
+    found = estimate(work(), Layout(8), slow).causes["reduction"]
+    assert found == pytest.approx(step(Layout(8)).causes["reduction"] + 8e-3)  # 8e8 bytes
+
+
+def test_gradients_are_added_once_for_each_of_several_micro_batches() -> None:
+    one, several = (step(Layout(1, micro_batches=n), adds=True).causes["compute"] for n in (1, 3))
+    assert one == pytest.approx(4 * BLOCK)
+    assert several == pytest.approx(3 * (4 * BLOCK + 4e8 * 3 * 2 / 3.35e12))  # two are read, one is written
 
 
 def test_units_are_gathered_beside_compute() -> None:
