@@ -1,10 +1,10 @@
 """Fit a program into a budget of memory: gather parameters again, prefetch less, and compute values again in backward.
 
-The candidates are all ways to gather parameters (what the program was partitioned for; without prefetch; with all
-gathered parameters resharded; both), each with every level of ``recompute_levels``, in which values run again or, on a
-GPU, wait in host memory. They and their order, by estimated time, do not depend on the budget, and the first one that
-fits is taken: more memory is never slower. Estimates decide which candidates the passes are run on, so that most never
-are.
+The candidates are all ways to gather parameters (what the program was partitioned for; in each run instead of once in a
+call; without prefetch; with all gathered parameters resharded; both), each with every level of ``recompute_levels``, in
+which values run again or, on a GPU, wait in host memory. They and their order, by estimated time, do not depend on the
+budget, and the first one that fits is taken: more memory is never slower. Estimates decide which candidates the passes
+are run on, so that most never are.
 
 Ranks may hold unequal parts, so every figure that decides is the largest over ranks, and the levels are the first
 rank's: all ranks make the same program.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ from .default_passes import backend_of, table_of
 from .errors import MemoryBudgetError, PassError
 from .ir.bundle import Bundle
 from .ir.collectives import Kind
-from .ir.micro_batches import runs_of
+from .ir.micro_batches import in_all_runs, runs_of
 from .ir.program import Program, is_sharded
 from .ir.roles import Role
 from .memory.bundle_memory import bundle_memory
@@ -39,6 +39,7 @@ from .schedule.estimate import estimate
 from .schedule.node_costs import NodeCosts, device_of
 from .schedule.rates import rates_of
 from .schedule.recompute_levels import Level, RecomputeLevels
+from .schedule.repeated_gathers import RepeatedGathers
 from .schedule.streams import runs_on_streams
 
 # Host memory: for a node in each graph that a step keeps (as captured, partitioned and run), 1,700 to 3,700 measured;
@@ -79,6 +80,20 @@ def fit(
     return Fitted(*fitted, search.peak(chosen), search.describe(chosen, budget))
 
 
+def decide_gathers(program: Program, pipeline: Sequence[Pass], all_gather: AllGather) -> Program:
+    """Choose whether the runs of a partitioned program gather parameters once in a call, if nothing else has.
+
+    Once, if the call gets faster, in proportion, than its peak grows (``RepeatedGathers``). Collective.
+    """
+    found = None
+    if program.micro_batches is not None and program.stages is None and program.gathers_once is None:
+        found = RepeatedGathers.of(program, table_of(pipeline), backend_of(pipeline))
+    if found is None:
+        return program
+    figures = [json.loads(text) for text in all_gather(json.dumps(astuple(found)))]
+    return RepeatedGathers(*map(max, zip(*figures, strict=True))).decided(program)
+
+
 def bytes_of_stages(
     program: Program, pipeline: Sequence[Pass], all_gather: AllGather, kept: Sequence[Program] = ()
 ) -> int:
@@ -106,14 +121,15 @@ def describe_fit(schedule: str, peak: int, budget: int) -> str:
 
 @dataclass(frozen=True)
 class _Way:
-    """Which parameters are gathered again for backward, and how many units ahead."""
+    """Which parameters are gathered again for backward, how many units ahead, and whether runs gather them once."""
 
     reshard: frozenset[str]
     prefetch: tuple[int, int]
+    gathers_once: bool
 
     def of(self, program: Program) -> Program:
         """The program with these settings."""
-        return replace(program, reshard=self.reshard, prefetch=self.prefetch)
+        return in_all_runs(program, **vars(self))
 
 
 @dataclass(frozen=True)
@@ -178,6 +194,8 @@ class _Search:
         if chosen is None:
             return what
         did = []
+        if chosen.way.gathers_once != self._ways[0].gathers_once:
+            did.append("parameters are gathered in each micro-batch")
         if chosen.way.reshard != self._ways[0].reshard:
             did.append("all gathered parameters are gathered again for backward")
         if chosen.way.prefetch != self._ways[0].prefetch:
@@ -280,14 +298,14 @@ def _place_of(pipeline: Sequence[Pass]) -> int:
 
 def _ways(program: Program) -> list[_Way]:
     """How parameters may be gathered, the program's own way first."""
-    own = _Way(program.reshard, program.prefetch)
+    own = _Way(program.reshard, program.prefetch, bool(program.gathers_once))
     gathered = {name for node in program.collectives() if _gathers(node) for name in node.meta["collective"].of}
     sharded = {i.name for i in program.inputs if i.role is Role.PARAMETER and is_sharded(i.placement)}
     everything = own.reshard | gathered & sharded
     ways = [own]
     for reshard in (own.reshard, everything):
-        for prefetch in (own.prefetch, (0, 0)) if reshard else ():
-            if (way := _Way(reshard, prefetch)) not in ways:
+        for prefetch in (own.prefetch, (0, 0)) if reshard or own.gathers_once else ():
+            if (way := _Way(reshard, prefetch, gathers_once=False)) not in ways:
                 ways.append(way)
     return ways
 

@@ -6,7 +6,7 @@ import io
 import json
 import re
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -460,11 +460,15 @@ def _of_micro_batches(program: Program, memory: Mapping[str, PlannedMemory]) -> 
         return []
     once = sum(each.roles.get("activations", 0) for each in memory.values())
     inputs = zip(program.inputs, program.placeholders, strict=True)
-    held = sum(node.meta["val"].nbytes for each, node in inputs if each.role is Role.ACCUMULATOR)
+    held = Counter[Role]()
+    for each, node in inputs:
+        held[each.role] += node.meta["val"].nbytes if each.role.is_of_runs else 0
     runs = len(micro.runs)
+    whole = f", gathered once and kept in {held[Role.GATHERED]:,} bytes" if micro.opening is not None else ""
     return [
-        f"{micro.count} micro-batches: {once:,} bytes of activations at once, of some {once * runs:,} for all rows, "
-        f"at the price of {held:,} bytes of accumulators and of parameters that are read {runs} times"
+        f"{micro.count} micro-batches: {once:,} bytes of activations at once, of some {once * runs:,} for all rows, at "
+        f"the price of {held[Role.ACCUMULATOR]:,} bytes of accumulators and of parameters that are read {runs} "
+        f"times{whole}"
     ]
 
 

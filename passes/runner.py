@@ -78,14 +78,19 @@ def _rewritten(program: Program) -> list[Program]:
 
 
 def _rewrite_accumulating(each: Pass, program: Program) -> None:
-    """Rewrite the program of all runs but the last one, too, once that is one of its own."""
+    """Rewrite the programs of other runs than the last one, too, once they have their own."""
     micro = program.micro_batches
-    if micro is not None and micro.accumulating is not None and not isinstance(each, SplitMicroBatches):
-        own = micro.accumulating.copy()
-        own.micro_batches = None
-        _complete(own, each.rewrite(own))
-        check_program(own, micro.accumulating)
-        program.micro_batches = replace(micro, accumulating=own)
+    if micro is None or isinstance(each, SplitMicroBatches):
+        return
+    done = {}
+    for name in ("accumulating", "opening"):
+        before = getattr(micro, name)
+        if before is not None:
+            done[name] = own = before.copy()
+            own.micro_batches = None
+            _complete(own, each.rewrite(own))
+            check_program(own, before)
+    program.micro_batches = replace(micro, **done)
 
 
 class _Finished(Mapping[str, Program]):

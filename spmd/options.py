@@ -16,7 +16,7 @@ import passes
 from passes import MemoryBudgetError, Pass, Program
 from passes.default_passes import with_micro_batches
 from passes.defer import run_and_defer
-from passes.fit_memory import AllGather, bytes_of_stages, describe_fit, fit, refusal
+from passes.fit_memory import AllGather, bytes_of_stages, decide_gathers, describe_fit, fit, refusal
 from passes.ir.bundle import Bundle
 from passes.runner import OnStage
 
@@ -166,8 +166,10 @@ class Options:
     ) -> tuple[Program, tuple[Pass, ...]]:
         """The partitioned program and the passes to run on it: where there is a budget, those that fit; collective.
 
+        It is decided how often its runs gather.
         ``kept``: the programs that the step has besides.
         """
+        partitioned = decide_gathers(partitioned, self.pipeline, all_gather)
         if self.memory is None or partitioned.stages is not None:
             return partitioned, self.pipeline
         fitted = fit(partitioned, self.pipeline, self.memory, all_gather, kept)

@@ -127,9 +127,11 @@ def transform_graph_module(
     if transformation is None:
         return program
     micro = program.micro_batches
-    if micro is not None and micro.accumulating is not None:
-        first = transform_graph_module(micro.accumulating, transformation)
-        program = replace(program, micro_batches=replace(micro, accumulating=first))
+    if micro is not None:
+        first, opening = (
+            each and transform_graph_module(each, transformation) for each in (micro.accumulating, micro.opening)
+        )
+        program = replace(program, micro_batches=replace(micro, accumulating=first, opening=opening))
     module = transformation(program.graph_module)
     if not isinstance(module, fx.GraphModule):
         raise PassError(f"expected gm_transformation to return a GraphModule, got {module!r}")

@@ -431,9 +431,9 @@ def _run_by_first_rank(
 
 
 def first_runs(program: Program) -> list[Program]:
-    """The program of all micro-batches but the last one, where it is another than that."""
+    """The programs of all micro-batches but the last one, where they are others than that."""
     micro = program.micro_batches
-    return [] if micro is None or micro.accumulating is None else [micro.accumulating]
+    return [] if micro is None else [each for each in (micro.accumulating, micro.opening) if each is not None]
 
 
 def _check_same_stage(program: Program, agreement: Agreement) -> None:

@@ -33,9 +33,9 @@ class Reshard(Pass):
     each forward and for each backward. A gathered value is dead after its last reader in the run. A repeated gather is
     marked (``meta["recompute_of"]``), and no pass merges it back. ``Collective.ahead`` bounds how many units are whole
     at once: a gather may start ``program.prefetch`` units before its own, and one unit's gradients may be on their way.
-    All other parameters stay whole after their first use. ``program.limit_gathers`` caps these numbers, and also bounds
-    how early the gathers of what stays whole may start. What is copied from host memory to be gathered, or to be read
-    without that, is copied again.
+    All other parameters stay whole after their first use, and all of them if ``program.gathers_once``.
+    ``program.limit_gathers`` caps these numbers, and also bounds how early the gathers of what stays whole may start.
+    What is copied from host memory to be gathered, or to be read without that, is copied again.
 
     Of parameters in ``program.kept_by``, that number of consecutive ranks keep what they gathered first, each an
     equal part: the other gathers run among these ranks alone.
@@ -45,11 +45,11 @@ class Reshard(Pass):
 
     def rewrite(self, program: Program) -> int:
         """Give each run of readers its gather; returns how many gathers and copies there are more."""
-        added = 0
+        added, resharded = 0, frozenset[str]() if program.gathers_once else program.reshard
         values = program.values()
         offloaded = {name for name, (declared, _) in values.items() if declared.memory is not Memory.DEVICE}
         for node in program.collectives():
-            described, reshards = node.meta["collective"], program.reshard.intersection(_served(node))
+            described, reshards = node.meta["collective"], resharded.intersection(_served(node))
             if described.role is Role.GRADIENT:
                 early = (reshards and described.kind is Kind.REDUCE_SCATTER) or offloaded.intersection(_served(node))
                 node.meta["collective"] = replace(described, ahead=1) if early else described

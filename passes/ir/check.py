@@ -70,14 +70,16 @@ def _micro_batches_are_sound(program: Program) -> None:
     above = {name for names in micro.tree.values() for name in names}
     accumulators = {each.name for each in inputs.values() if each.role is Role.ACCUMULATOR} - above
     first = micro.accumulating
-    for each in [program] if first is None else [program, first]:
+    for each in filter(None, (program, first, micro.opening)):
         lost = sorted(accumulators - _updated(each))
         if lost:
             raise PassError(f"{each.name} runs for each micro-batch, but does not add to {lost}")
-    if first is not None and any(declared.in_place for declared in program.inputs):
-        written = sorted(_updated(first) - accumulators)
-        if written:
-            raise PassError(f"{first.name} is not the last run of a call, but writes to {written}")
+    gathered = {each.name for each in inputs.values() if each.role is Role.GATHERED}
+    in_place = any(declared.in_place for declared in program.inputs)
+    for run, may in ((first, accumulators), (micro.opening, accumulators | gathered)):
+        written = sorted(_updated(run) - may) if run is not None and in_place else []
+        if run is not None and written:
+            raise PassError(f"{run.name} is not the last run of a call, but writes to {written}")
 
 
 def _parts(declared: Input) -> list[Input]:

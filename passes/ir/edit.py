@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from .meta import Relation, carried
+from .program import Input, Program
 from .schemas import name_of
 
 
@@ -50,3 +52,13 @@ def replace(old: fx.Node, new: fx.Node, val: Any = None) -> None:
     if val is not None:
         new.meta["val"] = val
     old.replace_all_uses_with(new)
+
+
+def add_input(program: Program, declared: Input, val: Any) -> fx.Node:
+    """A new input, behind all others."""
+    last = program.placeholders[-1]
+    with program.graph.inserting_after(last):
+        node = program.graph.placeholder(re.sub(r"\W", "_", declared.name))
+    node.meta["val"] = val
+    program.inputs = [*program.inputs, declared]
+    return node

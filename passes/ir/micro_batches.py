@@ -17,16 +17,31 @@ def accumulating(program: Program, joined: Collection[str]) -> Program:
     """A copy of a functional program that returns accumulators and ``joined`` results alone."""
     own = program.copy()
     pairs = zip(own.output_values(), own.outputs, strict=True)
-    kept = [(value, out) for value, out in pairs if out.role is Role.ACCUMULATOR or out.name in joined]
+    kept = [(value, out) for value, out in pairs if out.role.is_of_runs or out.name in joined]
     own.set_outputs([value for value, _ in kept], [out for _, out in kept])
     return replace(own, name=f"{program.name}-accumulating", micro_batches=None)
 
 
+def in_all_runs(program: Program, **facts: Any) -> Program:
+    """The program with these fields, which those of its runs have, too."""
+    micro = program.micro_batches
+    if micro is not None and micro.accumulating is not None:
+        micro = replace(micro, accumulating=replace(micro.accumulating, **facts))
+    return replace(program, micro_batches=micro, **facts)
+
+
 def new_accumulators(program: Program) -> dict[int, torch.Tensor]:
-    """Zeros for the accumulators of a program, by their positions among its inputs."""
+    """Zeros for what runs hand on, accumulators above all, by their positions among the inputs of a program."""
     inputs = enumerate(zip(program.inputs, program.placeholders, strict=True))
-    vals = {k: node.meta["val"] for k, (declared, node) in inputs if declared.role is Role.ACCUMULATOR}
+    vals = {k: node.meta["val"] for k, (declared, node) in inputs if declared.role.is_of_runs}
     return {k: torch.zeros(val.shape, dtype=val.dtype, device=val.device) for k, val in vals.items()}
+
+
+def empty_accumulators(program: Program, inputs: Sequence[Any]) -> None:
+    """Begin with sums of nothing."""
+    for declared, value in zip(program.inputs, inputs, strict=True):
+        if declared.role is Role.ACCUMULATOR:
+            value.zero_()
 
 
 def ascend(program: Program, inputs: Sequence[torch.Tensor], k: int) -> None:
@@ -126,4 +141,5 @@ def runs_of(program: Program) -> list[Program]:
     if micro is None:
         return [program]
     last = replace(program, micro_batches=None)
-    return [micro.accumulating or last] * (len(micro.runs) - 1) + [last]
+    found = [micro.accumulating or last] * (len([*micro.idle_runs, *micro.runs]) - 1) + [last]
+    return found if micro.opening is None else [micro.opening, *found[1:]]

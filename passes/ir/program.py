@@ -177,8 +177,10 @@ class MicroBatches:
     ``tree``: where sums are those of a balanced tree, by the name of an accumulator, which then holds the first run of
     a pair, the accumulators of the first pair of two, of the first two pairs of four, and so on (``ascend``).
     ``accumulating``: the program of all runs but the last one, with the same inputs, once it is another one: its parts
-    are longer, or ``SplitMicroBatches`` has left it accumulators and rows alone. ``spread``: where ranks divide the
-    runs; the accumulators above one are then those of a rank's subtrees, in order.
+    are longer, or ``SplitMicroBatches`` has left it accumulators and rows alone. ``opening``: that of the first run, if
+    it gathers parameters for all of them (``gather_once``). ``spread``: where ranks divide the runs; the accumulators
+    above one are then those of a rank's subtrees, in order. ``together``: how many parts each run computes side by
+    side.
     """
 
     count: int
@@ -187,12 +189,15 @@ class MicroBatches:
     joined: Mapping[str, int] = field(default_factory=dict)
     tree: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     accumulating: Program | None = None
+    opening: Program | None = None
     spread: Spread | None = None
+    together: int = 1
 
     def __str__(self) -> str:
         split = ", ".join(f"{name} along dim {dim}" for name, dim in self.split.items())
         by = "" if self.spread is None else f", which {self.spread.ranks} ranks divide"
-        return f"runs {self.count} times in a call{by}, on parts of {split}"
+        each = f"{self.together} parts together" if self.together > 1 else "parts"
+        return f"runs {self.count} times in a call{by}, on {each} of {split}"
 
     @property
     def runs(self) -> range:
@@ -250,6 +255,7 @@ class Program:
     notes: list[str] = field(default_factory=list)  # sentences for the report: what ran whole, and what it cost
     units: tuple[tuple[str, ...], ...] = ()  # parameters by name that are communicated and stored together
     reshard: frozenset[str] = frozenset()  # parameters that are gathered again for backward, instead of kept whole
+    gathers_once: bool | None = None  # whether runs of a call gather parameters once in it; None: nothing has decided
     kept_by: Mapping[str, int] = field(default_factory=dict)  # of these, how many ranks keep one together, by name
     prefetch: tuple[int, int] = (1, 1)  # how many units ahead such gathers may start, in forward and in backward
     limit_gathers: int | None = None  # how many units may be gathered at once, with the one that is read next

@@ -17,6 +17,7 @@ class Role(StrEnum):
     CONSTANT = "constant"  # a tensor the step itself made from Python values
     SEED = "seed"
     ACCUMULATOR = "accumulator"  # a sum over the micro-batches of a call
+    GATHERED = "gathered parameter"  # whole, from the first micro-batch of a call on
     RUN = "micro-batch"  # the number of the run of a call
     PENDING = "pending communication"
     RESULT = "result"
@@ -27,6 +28,11 @@ class Role(StrEnum):
     def is_state(self) -> bool:
         """Whether a value of this role lives on between calls."""
         return self in _STATE
+
+    @property
+    def is_of_runs(self) -> bool:
+        """Whether runs of a call hand on a value of this role from one to the next."""
+        return self in (Role.ACCUMULATOR, Role.GATHERED)
 
 
 _STATE = {Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE, Role.GRADIENT, Role.SCALER}

@@ -38,6 +38,7 @@ class Holds(StrEnum):
 
 _INPUTS = {
     Role.PARAMETER: Holds.PARAMETERS,
+    Role.GATHERED: Holds.GATHERED,
     Role.OPTIMIZER_STATE: Holds.OPTIMIZER_STATE,
     Role.GRADIENT: Holds.GRADIENTS,
 }

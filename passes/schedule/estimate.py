@@ -16,10 +16,9 @@ from .streams import runs_on_streams
 
 def estimate_runs(program: Program, table: Table = BUILT_IN, **options: Any) -> list[tuple[Program, Timeline | None]]:
     """The programs that a call runs, in order, each with the time that it takes; ``options`` as for ``estimate``."""
-    first, last = runs_of(program)[0], runs_of(program)[-1]
-    times = {id(each): estimate(each, table, **options) for each in (first, last)}
-    count = len(program.micro_batches.runs) if program.micro_batches is not None else 1
-    return [*[(first, times[id(first)])] * (count - 1), (last, times[id(last)])]
+    runs = runs_of(program)
+    times = {id(each): estimate(each, table, **options) for each in {id(each): each for each in runs}.values()}
+    return [(each, times[id(each)]) for each in runs]
 
 
 def estimate(

@@ -76,7 +76,7 @@ aten = torch.ops.aten
 _number = count()
 _pointer = torch.Tensor.data_ptr
 
-_KEPT = (Role.CONSTANT, Role.ACCUMULATOR)
+_KEPT = (Role.CONSTANT, Role.ACCUMULATOR, Role.GATHERED)
 
 
 class Compiles(Protocol):
@@ -466,11 +466,11 @@ def _into_new(out_variant: Callable[..., Any], like: torch.Tensor, *args: Any) -
 
 
 def writes_to_inputs(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes that write to inputs, in order, and the inputs that each writes to; accumulators are no state."""
+    """The nodes that write to inputs, in order, and the inputs that each writes to; what runs hand on is no state."""
     found = storages(program.graph)
     inputs: dict[fx.Node, list[fx.Node]] = {}  # by storage
     for node, declared in zip(program.placeholders, program.inputs, strict=True):
-        for storage in found[node] if declared.role is not Role.ACCUMULATOR else ():
+        for storage in () if declared.role.is_of_runs else found[node]:
             inputs.setdefault(storage, []).append(node)
     writes: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:

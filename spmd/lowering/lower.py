@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from typing import Any, Protocol
 
 import torch
 
 from passes import OutputKind, Part, Program
 from passes.cleanup.dead_code import DeadCode
-from passes.ir.micro_batches import accumulating, ascend, gather_rows, new_accumulators, return_rows
+from passes.ir.micro_batches import (
+    accumulating,
+    ascend,
+    empty_accumulators,
+    gather_rows,
+    new_accumulators,
+    return_rows,
+)
 from passes.runtime.arena import has_shared_arena
 from passes.schedule.node_costs import device_of
 
@@ -40,10 +48,14 @@ class InputRef:
 
 @dataclass
 class Runs:
-    """All runs of a call but the last one. ``accumulators``: by position among the inputs, from the first call on."""
+    """All runs of a call but the last one. ``accumulators``: by position among the inputs, from the first call on.
+
+    ``opening``: what the first one runs, if that is something else.
+    """
 
     program: Program
     executable: Executable
+    opening: Executable | None = None
     accumulators: dict[int, torch.Tensor] = field(default_factory=dict)
     is_read_by_peers: bool = False  # whether values of a run lie in memory that ranks share
 
@@ -56,8 +68,12 @@ class Runs:
         first = accumulating(micro.accumulating or program, micro.joined)
         if micro.accumulating is None:
             DeadCode().rewrite(first)
-        executable = lower(first, arenas, Commit(), regions, cuda_graphs)
-        return cls(program, executable, is_read_by_peers=has_shared_arena(first.graph))
+        executable, opening = lower(first, arenas, Commit(), regions, cuda_graphs), None
+        is_read = has_shared_arena(first.graph)
+        if micro.opening is not None:
+            opening = lower(accumulating(micro.opening, micro.joined), arenas, Commit(), regions, cuda_graphs)
+            is_read = is_read or has_shared_arena(micro.opening.graph)
+        return cls(program, executable, opening, is_read_by_peers=is_read)
 
     def accumulate(self, inputs: Sequence[Any], commit: Commit) -> tuple[list[Any], list[list[Any]]]:
         """Run all but the last micro-batch, on the inputs of a call; returns the inputs of the last one, and rows.
@@ -71,27 +87,28 @@ class Runs:
         for k, memory in self.accumulators.items():
             given[k] = memory
         gather_rows(self.program, given)
+        executables = chain([self.opening or self.executable], repeat(self.executable))
         for k in micro.idle_runs:
-            self._run(given, k, commit)
-        for memory in self.accumulators.values():
-            memory.zero_()
+            self._run(next(executables), given, k, commit)
+        empty_accumulators(self.program, given)
         rows = []
         for k in micro.runs[:-1]:
-            rows.append(self._run(given, k, commit))
+            rows.append(self._run(next(executables), given, k, commit))
             ascend(self.program, given, k)
         return micro.of_run(self.program.inputs, given, micro.runs[-1]), rows
 
-    def _run(self, given: Sequence[Any], k: int, commit: Commit) -> list[Any]:
+    def _run(self, executable: Executable, given: Sequence[Any], k: int, commit: Commit) -> list[Any]:
         micro = self.program.micro_batches
         assert micro is not None
-        rows = self.executable(micro.of_run(self.program.inputs, given, k))
+        rows = executable(micro.of_run(self.program.inputs, given, k))
         if self.is_read_by_peers:
             commit.wait_for_ranks()
         return rows
 
     def close(self) -> None:
         """Drop the generated code, and the memory of accumulators."""
-        self.executable.close_code()
+        for each in filter(None, (self.executable, self.opening)):
+            each.close_code()
         self.accumulators.clear()
 
     def join(self, returned: list[Any], rows: Sequence[Sequence[Any]]) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -15,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from passes import Input, Kind, Output, OutputKind, PartitionError, Program, Role
 from passes.ir.collectives import group_of, is_collective, kind_of, reduction_of
-from passes.ir.edit import insert_before
+from passes.ir.edit import add_input, insert_before
 from passes.runtime.random import draw
 
 from ..placements import chunk, splits
@@ -146,16 +145,6 @@ def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype |
         ],
     )
     return above
-
-
-def add_input(program: Program, declared: Input, val: Any) -> fx.Node:
-    """A new input, behind all others."""
-    last = program.placeholders[-1]
-    with program.graph.inserting_after(last):
-        node = program.graph.placeholder(re.sub(r"\W", "_", declared.name))
-    node.meta["val"] = val
-    program.inputs = [*program.inputs, declared]
-    return node
 
 
 def without_axis(program: Program, rows: Mapping[str, int], count: int, k: int) -> Program:

@@ -15,12 +15,12 @@ from torch import fx
 from passes import Output, OutputKind, PartitionError, Program, Role
 from passes.analysis.reachability import reached
 from passes.cleanup.dead_code import DeadCode
+from passes.ir.edit import add_input
 from passes.ir.effects import is_random
 from passes.ir.ops import Trait, has
 
 from ..partitioner.partition_program import partition
 from ..partitioner.plan import Plan
-from .accumulate import add_input
 from .lines import described
 
 WHOLE = "all of "

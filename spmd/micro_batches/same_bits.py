@@ -3,8 +3,9 @@
 A sum of floats depends on its order. The global batch is cut into parts, always the same ones; a rank has several that
 follow each other, and computes each with ops of the same sizes, whatever the number of ranks. What is summed over rows
 is a partial sum for each part, and a balanced tree over all of them: its lower levels are accumulators of a rank, and
-each level above is a sum over an axis of two ranks, which has one order. More ranks along an axis: ``spread.py``. State
-that styles split is computed whole: ``state_in_parts.py``.
+each level above is a sum over an axis of two ranks, which has one order. A run may compute a few parts side by side,
+which are a subtree. More ranks along an axis: ``spread.py``. State that styles split is computed whole:
+``state_in_parts.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from .state_in_parts import keep_parts, with_whole_state
 from .time_axis import partition_in_time
 
 
-def partition_with_same_bits(program: Program, plan: Plan, virtual: int) -> Program:
-    """One rank's share, to be run for each of its parts. Raises ``PartitionError`` where ranks or rows do not fit."""
+def partition_with_same_bits(program: Program, plan: Plan, virtual: int, runs: int = 1) -> Program:
+    """One rank's share, to be run for each of its parts, or ``runs`` times if these are several.
+
+    Raises ``PartitionError`` where ranks or rows do not fit.
+    """
     _check_wire(program, plan)
     over = program.mesh.axes_with(AxisRole.BATCH)
     ranks = prod(program.mesh.axes[k].size for k in over)
@@ -33,6 +37,13 @@ def partition_with_same_bits(program: Program, plan: Plan, virtual: int) -> Prog
         raise PartitionError(
             f'bits="same" takes at least two virtual parts on each rank, but has virtual={virtual} for {ranks} ranks: '
             f"pass virtual={2 * ranks} or more, the same on any number of ranks"
+        )
+    together = virtual // (runs * _subtrees(ranks)) if runs > 1 else None
+    if together == 0:
+        raise PartitionError(
+            f'bits="same" with micro_batches={runs} takes a virtual part for each of them on each rank, but has '
+            f"virtual={virtual} for {ranks} ranks: pass virtual={runs * _subtrees(ranks)} or more, or micro_batches="
+            f"{virtual // _subtrees(ranks)} or fewer, which has the same bits"
         )
     for each in (i for i in program.inputs if i.role is Role.BATCH):
         dims = [p.dim for k, p in enumerate(each.placement) if k in over and isinstance(p, Shard)]
@@ -43,15 +54,21 @@ def partition_with_same_bits(program: Program, plan: Plan, virtual: int) -> Prog
             )
     program = replace(program, same_bits=True)
     if spread:
-        return partition_and_spread(program, plan, virtual, spread[0])
+        return partition_and_spread(program, plan, virtual, spread[0], together)
     ordered = [replace(axis, ordered=k in over) for k, axis in enumerate(program.mesh.axes)]
     program = replace(program, mesh=replace(program.mesh, axes=tuple(ordered)))
     count = virtual // ranks
-    local = partition_in_time(program, with_whole_state(program, plan), count, levels=(count - 1).bit_length())
+    levels = (count // (together or 1) - 1).bit_length()
+    local = partition_in_time(program, with_whole_state(program, plan), count, levels=levels, together=together)
     if local.micro_batches is not None:
         check_sums(local, set())
     keep_parts(local, plan)
     return local
+
+
+def _subtrees(ranks: int) -> int:
+    """The number of equal subtrees of which each rank has one or, if there are more ranks than that, about one."""
+    return 1 << (ranks.bit_length() - 1)
 
 
 def _check_wire(program: Program, plan: Plan) -> None:

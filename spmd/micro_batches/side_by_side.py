@@ -3,7 +3,8 @@
 The share of one part is written once for each part, with ops of the same sizes; a sum over parts becomes a balanced
 tree of additions, the same as that of accumulators, and what follows from sums alone is computed once. Along an axis of
 more than two ranks, these exchange what they have of each part, and each adds up all. All compute as many parts, for
-equal programs: a rank that has fewer of its own computes one of the next rank's, too.
+equal programs: a rank that has fewer of its own computes one of the next rank's, too. Where no part needs sums of
+others, a program may be that of a few parts, whose sums are left pending over the runs of the others.
 """
 
 from __future__ import annotations
@@ -32,14 +33,20 @@ _OF_ALL = ("placement", "captured", "grad_of")  # what is known of a value of al
 
 
 def side_by_side(
-    program: Program, rows: Mapping[str, int], joined: Mapping[str, int], count: int, over: Axis | None = None
+    program: Program,
+    rows: Mapping[str, int],
+    joined: Mapping[str, int],
+    count: int,
+    over: Axis | None = None,
+    in_runs: bool = False,
 ) -> Program:
     """The share of one of ``count`` parts, which follows a run, as a program of all; ``joined``: results with rows.
 
-    ``over``: the axis along which ranks divide the parts; else they are those of this rank.
+    ``over``: the axis along which ranks divide the parts; else they are those of this rank. ``in_runs``: the program
+    runs for other parts, too, so that its sums are still to be added up over runs.
     """
     parts = [_parts(count, over.size, rank) for rank in range(over.size)] if over is not None else [list(range(count))]
-    writer = _Writer(program, rows, count, parts, over)
+    writer = _Writer(program, rows, count, parts, over, in_runs)
     for node in program.graph.nodes:
         if node.op != "output":
             writer.write(node)
@@ -48,11 +55,12 @@ def side_by_side(
         for value, output in zip(program.output_values(), program.outputs, strict=True)
     ]
     writer.graph.output(tuple(values))
-    inputs = [each for each in program.inputs if each.role is not Role.RUN]
+    inputs = [each for each in program.inputs if in_runs or each.role is not Role.RUN]
     outputs = [writer.declared(each, joined.get(each.name)) for each in program.outputs]
     graph_module = LazyGraphModule(torch.nn.Module(), writer.graph)
     found = replace(program, graph_module=graph_module, inputs=inputs, outputs=outputs)
-    check_sums(found, writer.totals)
+    if not in_runs:
+        check_sums(found, writer.totals)
     return found
 
 
@@ -75,6 +83,7 @@ class _Writer:
     count: int
     parts: Sequence[Sequence[int]]
     over: Axis | None
+    in_runs: bool
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, list[Any]] = field(default_factory=dict)
     totals: set[fx.Node] = field(default_factory=set)
@@ -88,9 +97,7 @@ class _Writer:
         if node.op == "placeholder":
             self.copies[node] = self._input(node)
         elif is_collective(node) and group_of(node) == TIME:
-            (value,) = node.all_input_nodes
-            self.copies[node] = [self._sum(self.copies[value], next(iter(node.users)))] * len(self.own)
-            self.totals.add(self.copies[node][0])
+            self.copies[node] = [self._total(node)] * len(self.own)
         elif is_wait(node) and self.totals.issuperset(self.copies[node.all_input_nodes[0]]):
             self.copies[node] = self.copies[node.all_input_nodes[0]]
         elif any(each is not self.copies[read][0] for read in node.all_input_nodes for each in self.copies[read]):
@@ -120,9 +127,11 @@ class _Writer:
 
     def _input(self, node: fx.Node) -> list[Any]:
         declared = self._declared[node]
-        if declared.name == RUN:
+        if declared.name == RUN and not self.in_runs:
             return list(self.own)
         new = self.graph.node_copy(node)
+        if declared.name == RUN:
+            return [self._part_of_run(new, k) for k in self.own]
         if declared.role not in (Role.BATCH, Role.ARGUMENT) or not isinstance(node.meta["val"], torch.Tensor):
             return [new] * len(self.own)
         if declared.name not in self.rows:
@@ -135,6 +144,14 @@ class _Writer:
             new.meta["val"] = whole.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
             new = self._all_rows(new, whole, dim, node)
         return [self._rows(new, dim, k, node) for k in self.own]
+
+    def _part_of_run(self, run: fx.Node, k: int) -> fx.Node:
+        """The number of the part that is the ``k``-th of a run, of all parts of the rank."""
+        first = self.graph.call_function(operator.mul, (run, len(self.own)))
+        number = self.graph.call_function(operator.add, (first, k))
+        for node in (first, number):
+            node.meta = dict(run.meta)
+        return number
 
     def _rows(self, whole: fx.Node, dim: int, k: int, like: fx.Node) -> fx.Node:
         """Those of part ``k``: a copy, which begins where kernels expect it (``Program.same_bits``)."""
@@ -185,13 +202,23 @@ class _Writer:
     def _contiguous(self, value: fx.Node, like: fx.Node) -> fx.Node:
         return self._applied(aten.clone.default, value, [], {"memory_format": torch.contiguous_format}, like)
 
-    def _sum(self, values: Sequence[fx.Node], like: fx.Node) -> fx.Node:
-        """A balanced tree over the parts."""
+    def _total(self, node: fx.Node) -> fx.Node:
+        """The sum over the parts for a sum over the axis of parts; that of a run stays one over the runs."""
+        (value,) = node.all_input_nodes
+        if self.in_runs:
+            return self.graph.node_copy(node, lambda each: self._sum(self.copies[each], each, pending=True))
+        total = self._sum(self.copies[value], next(iter(node.users)))
+        self.totals.add(total)
+        return total
+
+    def _sum(self, values: Sequence[fx.Node], like: fx.Node, pending: bool = False) -> fx.Node:
+        """A balanced tree over the parts; ``pending``: which are not all that there are."""
         values = self._of_all_parts(values, like)
         while len(values) > 1:
             pairs = zip(values[::2], values[1::2], strict=True)
             values = [self._call(aten.add.Tensor, pair, like.meta["val"], like) for pair in pairs]
-        values[0].meta |= {key: like.meta[key] for key in _OF_ALL if key in like.meta}
+        if not pending:
+            values[0].meta |= {key: like.meta[key] for key in _OF_ALL if key in like.meta}
         return values[0]
 
     def _copy(self, node: fx.Node, k: int) -> Any:

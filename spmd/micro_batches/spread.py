@@ -18,22 +18,24 @@ from torch.distributed.tensor import Replicate, Shard
 
 from passes import Axis, Collective, Input, Kind, Output, OutputKind, PartitionError, Program, Role
 from passes.ir.collectives import WAIT, c10d
-from passes.ir.edit import insert_before
+from passes.ir.edit import add_input, insert_before
 from passes.ir.micro_batches import subtrees
 from passes.ir.ops import Trait, has
 from passes.ir.program import Placements, Spread
 from passes.ir.schemas import argument
 
 from ..partitioner.plan import Plan
-from .accumulate import add_input
 from .state_in_parts import keep_parts, with_whole_state
 from .time_axis import partition_in_time
 
 aten = torch.ops.aten
 
 
-def partition_and_spread(program: Program, plan: Plan, virtual: int, over: int) -> Program:
-    """One rank's share along the axis ``over``, the only one of several ranks: its runs of ``virtual`` parts."""
+def partition_and_spread(program: Program, plan: Plan, virtual: int, over: int, together: int | None = None) -> Program:
+    """One rank's share along the axis ``over``, the only one of several ranks: its runs of ``virtual`` parts.
+
+    ``together``: as for ``partition_in_time``.
+    """
     mesh, axis = program.mesh, program.mesh.axes[over]
     others = [each.name for each in mesh.axes if each is not axis and each.size > 1]
     if others:
@@ -45,7 +47,8 @@ def partition_and_spread(program: Program, plan: Plan, virtual: int, over: int) 
         raise PartitionError(f'bits="same" has virtual={virtual} parts for {axis.size} ranks: pass more, on any number')
     axes = [replace(each, size=1, coordinate=0) for each in mesh.axes]
     on_one = replace(program, mesh=replace(mesh, axes=tuple(axes)))
-    local = partition_in_time(on_one, with_whole_state(program, plan), virtual, levels=1, over=axis)
+    whole = with_whole_state(program, plan)
+    local = partition_in_time(on_one, whole, virtual, levels=1, over=axis, together=together)
     micro = local.micro_batches
     if micro is None:
         split = _split([each for each in local.inputs if each.role is Role.BATCH], over)
@@ -58,7 +61,7 @@ def partition_and_spread(program: Program, plan: Plan, virtual: int, over: int) 
     spread = Spread(axis.coordinate, axis.size, axis.group, rows)
     _replicate(local, over, axis.size, micro.split, micro.joined)
     fill_by_shape(local)
-    tree = _exchange(local, axis, [spread.runs(virtual, rank) for rank in range(axis.size)], virtual)
+    tree = _exchange(local, axis, [spread.runs(micro.count, rank) for rank in range(axis.size)], micro.count)
     note = (
         f"{axis.size} ranks along {axis.name} cut {virtual} parts otherwise than the batch: before the first part each "
         f"gathers all rows of {', '.join(rows)}, which no collective of the program shows"

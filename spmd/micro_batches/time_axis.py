@@ -36,6 +36,7 @@ def partition_in_time(
     keeps_own: bool = False,
     equal: bool = False,
     over: Axis | None = None,
+    together: int | None = None,
 ) -> Program:
     """One rank's share of ``program``, to be run ``count`` times in a call, each time on a part of its rows.
 
@@ -44,14 +45,15 @@ def partition_in_time(
     note says so. ``dtype``: that of accumulators; None is that of what they add up. ``rows``: the dim of the rows of
     each argument, on a mesh without an axis that splits the batch. ``levels``: parts are equal, and their sums those of
     a balanced tree, of which a rank has so many levels. ``keeps_own``: parts are equal, and statistics are those of
-    each. ``over``: the axis along which ranks divide parts that need sums of all. Raises ``PartitionError``, with the
-    op and the user's line, where a run needs rows of another one.
+    each. ``over``: the axis along which ranks divide parts that need sums of all. ``together``: how many of the
+    ``count`` parts a run computes side by side; None: all where a part needs sums of all, else one. Raises
+    ``PartitionError``, with the op and the user's line, where a run needs rows of another one.
     """
     rows = rows or _rows(program, plan, count)
     batch = [each for each in program.inputs if each.name in rows]
     lengths = [local_shape(each.shape, each.placement, program.mesh)[rows[each.name]] for each in batch]
     if levels:
-        return _Shares(program, plan, rows, count, dtype, levels, over=over).of(0, follows=True)
+        return _Shares(program, plan, rows, count, dtype, levels, over=over, together=together).of(0, follows=True)
     most = max(*lengths, 1)
     parts = -(-most // -(-most // count))
     if keeps_own:
@@ -111,6 +113,7 @@ class _Shares:
     levels: int = 0
     keeps_own: bool = False
     over: Axis | None = None
+    together: int | None = None
 
     def __post_init__(self) -> None:
         self._assignment = self._problem(0).solve()
@@ -126,6 +129,11 @@ class _Shares:
         ahead = early(local.graph, sums, _values(local, joined))
         if self.levels and (needed := [*floats(ahead), *of_activations(self.program, ahead)]):
             lines = ", ".join(dict.fromkeys(map(described, needed)))
+            if self.together is not None:
+                raise PartitionError(
+                    f"{lines}: each part of the batch needs sums of all, which are known only when all have run: leave "
+                    'out micro_batches with bits="same", so that a rank computes its parts together'
+                )
             note = f"{lines}: each part of the batch needs sums of all, so that a rank computes its parts together"
             together = side_by_side(local, self.rows, joined, self.count, self.over)
             return replace(without_axis(together, {}, self.count, k), notes=[*local.notes, note])
@@ -139,9 +147,13 @@ class _Shares:
         whole = compute_early(local, self.program, self.plan, self.rows, ahead) if ahead else {}
         sums = sums_in_time(local)
         assert not early(local.graph, sums, _values(local, joined)), "what a run needs of others is computed ahead"
-        tree = accumulate(local, sums, self.dtype, max(self.levels, 1))
-        micro = MicroBatches(self.count, self.rows, whole, joined, tree if self.levels else {})
-        return replace(without_axis(local, self.rows, self.count, k), micro_batches=micro)
+        parts = self.together or 1
+        if parts > 1:
+            local = side_by_side(local, self.rows, joined, parts, in_runs=True)
+            sums = sums_in_time(local)
+        tree, runs = accumulate(local, sums, self.dtype, max(self.levels, 1)), self.count // parts
+        micro = MicroBatches(runs, self.rows, whole, joined, tree if self.levels else {}, together=parts)
+        return replace(without_axis(local, self.rows, runs, k), micro_batches=micro)
 
     def _emitted(self, k: int) -> Program:
         problem = self._problem(k)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import AxisRole, Input, Memory, Mesh, OutputKind, Pass, PlacementError, Program, Role
 from passes.analysis.repeated_blocks import blocks_of
+from passes.ir.micro_batches import in_all_runs
 from passes.ir.program import Placements, replicated
 
 from ..annotations.apply import check_offload_policy, check_parameters, check_policy
@@ -39,6 +40,7 @@ from .option_groups import (
     Wire,
     check_accumulate_dtype,
     check_bits,
+    check_gather_parameters,
     check_micro_batches,
     check_modules,
     check_pipeline,
@@ -82,6 +84,12 @@ class DataParallel(PlannedMode):
     ``reduce_gradients`` is for the gradients of micro-batches, where parameters are split: ``"once"`` accumulates them
     whole and reduces the sum, one reduce_scatter per parameter and step; ``"each"`` reduces each one and accumulates
     shards, for less memory and more traffic. Gradients of replicated parameters are always reduced once.
+
+    ``gather_parameters`` is for those of micro-batches, where parameters are split: ``"each"`` gathers them in each
+    one, and again for backward where ``reshard_after_forward`` says so; ``"once"`` in the first one, and keeps them
+    whole for the others. None, the default, takes ``"once"`` if the step then gets faster, in proportion, than its peak
+    of memory grows, as the table of costs has it. With ``memory=`` of ``spmd.compile``, what does not fit gathers in
+    each one.
 
     ``params``: placements by fnmatch pattern over parameter names (``{"*.up.weight": {"tp": Shard(0)}}``), for a mesh
     with more axes than the batch's: tensor parallel, composed with a style. A parameter that is split over another axis
@@ -144,10 +152,13 @@ class DataParallel(PlannedMode):
     ``bits="same"``: after any number of steps, parameters and optimizer state have the same bits on any number of ranks
     that pass the same global batch, in every style. It is computed as ``virtual`` parts, a power of two, one after the
     other on each rank, or side by side where a part needs sums of all, such as batch statistics; sums are those of one
-    balanced tree. It holds on processors of one kind, with one version of torch and one number of threads. More than 2
-    ranks along an axis gather the rows of all arguments and exchange sums of parts; 4 on a mesh of 2 x 2 reduce them as
-    usual, for less traffic, with at least two parts on each. State that the style splits is gathered for the update,
-    too, which is computed whole on each rank.
+    balanced tree. With ``micro_batches``, which divides ``virtual``, a rank runs its parts in so many turns, and those
+    of one turn side by side: the bits are the same, with fewer gathers of parameters and more memory than one part at a
+    time; what needs sums of all parts is an error then, as it is without ``bits``. Bits are the same on processors of
+    one kind, with one version of torch and one number of threads. More than 2 ranks along an axis gather the rows of
+    all arguments and exchange sums of parts; 4 on a mesh of 2 x 2 reduce them as usual, for less traffic, with at least
+    two parts on each. State that the style splits is gathered for the update, too, which is computed whole on each
+    rank.
 
     ``stages``, with ``axes={"stages": "pp"}`` and ``micro_batches``: each rank along that axis runs a part of the
     model, and has no other parameters, gradients and optimizer state. It names the module that begins each stage but
@@ -181,6 +192,7 @@ class DataParallel(PlannedMode):
         params: Mapping[str, Any] | None = None,
         custom_passes: Sequence[Pass] | None = None,
         reduce_gradients: Reduce = "once",
+        gather_parameters: Reduce | None = None,
         shard_optimizer: bool = False,
         reduce_dtype: torch.dtype | None = None,
         gather_dtype: torch.dtype | None = None,
@@ -224,10 +236,10 @@ class DataParallel(PlannedMode):
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
         self.defer_updates = check_flag("defer_updates", defer_updates)
         self.micro_batches = check_micro_batches(micro_batches, reduce_gradients, defer_updates)
-        self.chooses_runs = micro_batches == "auto"
+        self.runs, self.chooses_runs = self.micro_batches, micro_batches == "auto"
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
-        self.bits = check_bits(bits, virtual, self.micro_batches, self.accumulate_dtype)
-        self.statistics = check_statistics(statistics, self.micro_batches, stages)
+        self.bits = check_bits(bits, virtual, micro_batches, self.accumulate_dtype)
+        self.statistics = check_statistics(statistics, self.micro_batches, stages, bits)
         if self.bits is not None:
             for role in (AxisRole.SEQUENCE, AxisRole.EXPERTS, AxisRole.STAGES):
                 if axes_having(role, self._roles or {}):
@@ -238,6 +250,7 @@ class DataParallel(PlannedMode):
             stages, virtual_stages, schedule, self._roles, self.micro_batches, offload_policy
         )
         self.has_stages = self.pipeline is not None
+        self.gathers_once = check_gather_parameters(gather_parameters, self.split, self.micro_batches, self.has_stages)
 
     def partition(self, program: Program) -> Program:
         """One rank's share; a program that runs several times in a call where there are micro-batches."""
@@ -246,13 +259,15 @@ class DataParallel(PlannedMode):
             count, program = program.micro_batches.count, replace(program, micro_batches=None)
         if count == 1:
             return super().partition(program)
-        if self.bits is not None:
-            return partition_with_same_bits(program, self.plan(program), self.bits)
         if self.pipeline is not None:
             rows = self._rows_without_axis(program)
             return partition_in_stages(program, self.plan, self.pipeline, count, self.accumulate_dtype, rows)
-        own = self.statistics is not None
-        return partition_in_time(program, self.plan(program), count, self.accumulate_dtype, keeps_own=own)
+        if self.bits is not None:
+            local = partition_with_same_bits(program, self.plan(program), self.bits, self.runs)
+        else:
+            own = self.statistics is not None
+            local = partition_in_time(program, self.plan(program), count, self.accumulate_dtype, keeps_own=own)
+        return in_all_runs(local, gathers_once=self.gathers_once)
 
     def _rows_without_axis(self, program: Program) -> dict[str, int]:
         """The dim of the rows of the arguments that ``inputs`` does not name, where no axis splits the batch."""
@@ -364,7 +379,7 @@ class DataParallel(PlannedMode):
     def _shown_runs(self) -> int | str | None:
         if self.chooses_runs:
             return "'auto'"
-        return self.micro_batches if self.micro_batches > 1 and self.bits is None else None
+        return self.runs if self.runs > 1 else None
 
     def __repr__(self) -> str:
         shown = {
@@ -372,6 +387,7 @@ class DataParallel(PlannedMode):
             "shard_optimizer": self.split.shards_optimizer or None,
             "reduce_dtype": self.wire.reduce_dtype,
             "gather_dtype": self.wire.gather_dtype,
+            "gather_parameters": {True: "'once'", False: "'each'", None: None}[self.gathers_once],
             "reshard_after_forward": self.gathers.reshard,
             "defer_updates": self.defer_updates or None,
             "micro_batches": self._shown_runs,

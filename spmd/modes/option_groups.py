@@ -162,7 +162,23 @@ def check_micro_batches(count: Any, reduce_gradients: Reduce, defers: bool) -> i
     return count
 
 
-def check_bits(bits: Any, virtual: Any, micro_batches: int, accumulates_in: torch.dtype | None) -> int | None:
+def check_gather_parameters(given: Any, split: Split, micro_batches: int, stages: bool) -> bool | None:
+    """Whether parameters are gathered once in a call; None: it is decided later.
+
+    Raises ``ValueError`` for another value, and where nothing is gathered several times.
+    """
+    if given is None:
+        return None
+    _check_one_of("gather_parameters", given, _REDUCE)
+    if split.style == "replicate" or micro_batches == 1 or stages:
+        raise ValueError(
+            f'expected gather_parameters="{given}" with micro_batches= or bits=, with parameters that the style splits '
+            "and without stages: nothing else gathers several times in a step"
+        )
+    return bool(given == "once")
+
+
+def check_bits(bits: Any, virtual: Any, micro_batches: Any, accumulates_in: torch.dtype | None) -> int | None:
     """The number of virtual parts for ``bits="same"``; None without. Raises ``ValueError`` for anything else."""
     if bits is None:
         return None
@@ -170,19 +186,22 @@ def check_bits(bits: Any, virtual: Any, micro_batches: int, accumulates_in: torc
         raise ValueError(f'expected bits to be "same" or None, got {bits!r}')
     if not isinstance(virtual, int) or virtual < 2 or virtual & (virtual - 1):
         raise ValueError(f"expected virtual, the parts of the global batch, to be 2, 4, 8, ..., got {virtual!r}")
-    if micro_batches > 1:
-        raise ValueError('expected no micro_batches with bits="same": its virtual parts run one after the other')
+    if micro_batches == "auto" or virtual % micro_batches:
+        raise ValueError(
+            f'expected micro_batches to divide virtual={virtual} with bits="same", whose parts it runs together, got '
+            f"{micro_batches!r}"
+        )
     if accumulates_in is not None:
         raise ValueError('expected no accumulate_dtype with bits="same": each rank would round its own sums')
     return virtual
 
 
-def check_statistics(given: Any, micro_batches: int, stages: Any) -> Literal["per_micro_batch"] | None:
+def check_statistics(given: Any, micro_batches: int, stages: Any, bits: Any) -> Literal["per_micro_batch"] | None:
     """Raise ``ValueError`` for anything but "per_micro_batch" with micro-batches, or None; returns it."""
     if given not in ("per_micro_batch", None):
         raise ValueError(f'expected statistics to be "per_micro_batch" or None, got {given!r}')
-    if given is not None and (micro_batches == 1 or stages is not None):
-        raise ValueError('expected micro_batches=, and no stages, with statistics="per_micro_batch"')
+    if given is not None and (micro_batches == 1 or bits is not None or stages is not None):
+        raise ValueError('expected micro_batches=, and neither stages nor bits, with statistics="per_micro_batch"')
     return given  # type: ignore[no-any-return]
 
 

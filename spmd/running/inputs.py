@@ -116,7 +116,7 @@ class Inputs:
 
 def _value_of(declared: Input, program: Program) -> str:
     """The name of the value of a call that an input takes; runs of a micro-batch bring some of their own."""
-    if declared.role in (Role.ACCUMULATOR, Role.RUN):
+    if declared.role is Role.RUN or declared.role.is_of_runs:
         return _OF_RUNS
     return program.taken_from(declared)
 

@@ -13,9 +13,8 @@ import torch
 from torch import fx
 
 from passes import Program
-from passes.ir.edit import insert_before
+from passes.ir.edit import add_input, insert_before
 
-from ..micro_batches.accumulate import add_input
 from .place_nodes import Placed, source_of
 
 aten = torch.ops.aten

@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from passes import Input, Output, OutputKind, PartitionError, Program, Role
-
-from ..micro_batches.accumulate import add_input
+from passes.ir.edit import add_input
 
 aten = torch.ops.aten
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from passes import Input, Program
+from passes.ir.micro_batches import in_all_runs
 
 from .._torch import local_tensor
 from ..call.state import Slot
@@ -27,7 +27,7 @@ def with_storage_facts(program: Program, slots: Sequence[Slot], all_gather_text:
     the user holds. A parameter that is split now for the first time gets memory of its own anyway.
     """
     stored, fixed = storage_facts(program.inputs, slots, all_gather_text)
-    return _noted(program, stored=stored, fixed=fixed)
+    return in_all_runs(program, stored=stored, fixed=fixed)
 
 
 def storage_facts(
@@ -44,14 +44,6 @@ def storage_facts(
     # A group that is stored together on some ranks only can neither be taken as it is nor moved.
     partial = {name for groups, _ in everyone for group in groups if tuple(group) not in common for name in group}
     return tuple(common), frozenset(partial.union(*(names for _, names in everyone)))
-
-
-def _noted(program: Program, **facts: Any) -> Program:
-    """``program`` with these facts, and that of the other micro-batches."""
-    micro = program.micro_batches
-    if micro is not None and micro.accumulating is not None:
-        micro = replace(micro, accumulating=replace(micro.accumulating, **facts))
-    return replace(program, micro_batches=micro, **facts)
 
 
 def _is_new(tensor: torch.Tensor, placement: Iterable[Any]) -> bool:

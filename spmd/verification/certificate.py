@@ -28,6 +28,7 @@ from .compared_stages import values_after
 from .lockstep import LockstepError
 from .machine import CapturedMachine, Machine
 from .parts_by_rule import PartsByRule, is_part, part
+from .symbolic.sums_of_runs import Run
 from .symbolic_collectives import Collectives, Messages
 from .symbolic_ops import Unknown
 from .wholes import part_of
@@ -70,17 +71,21 @@ class Certificate:
 
 
 def certify_programs(
-    captured: Program, final: Sequence[Program], numbers: Mapping[str, Tensor] | None = None
+    captured: Program,
+    final: Sequence[Program],
+    numbers: Mapping[str, Tensor] | None = None,
+    certification: type[Certification] | None = None,
 ) -> Certificate:
     """Certify the final programs of all ranks, or of the first two and the last along each axis.
 
     Of a region, all that is inside is derived. ``numbers``: arguments that are whole numbers, by name. Where rows go to
     experts, or a mask says which keys they see, what cannot be shown for any numbers is derived for these.
+    ``certification``: how ranks run them.
     """
-    final = [inlined(program) for program in final]
-    found = _Certification(captured, final).run()
+    final, certification = [inlined(program) for program in final], certification or Certification
+    found = certification(captured, final).run()
     if found.outcome == "cannot show" and captured.mesh.axes_with(AxisRole.EXPERTS, AxisRole.SEQUENCE):
-        routed = _Certification(captured, final, numbers or {}).run()
+        routed = certification(captured, final, numbers or {}).run()
         return replace(routed, outcome="shown" if routed else "cannot show")  # what differs may be an identity
     return found
 
@@ -94,10 +99,13 @@ def certify_bundle(captured: Program, ranks: Sequence[tuple[Bundle, int]], call:
 
 
 @dataclass
-class _Certification:
+class Certification:
+    """The programs of some ranks, which run once in lockstep; ``runs``: of which parts of the batch, if of some."""
+
     captured: Program
     final: Sequence[Program]
     numbers: Mapping[str, Tensor] | None = None
+    runs: Sequence[Run] = ()
     whole: CapturedMachine = field(init=False)
     unshown: dict[fx.Node, Unknown] = field(default_factory=dict)  # of values that are known, something that is not
 
@@ -109,11 +117,12 @@ class _Certification:
                 raise LockstepError(f"{node} waits for ranks of another program, and all of them run this one", node)
         except LockstepError as error:
             return self.not_shown("wrong", "", error.node, str(error))
-        return self._outputs()
+        return self.outcome()
 
     def steps(self, inputs: list[list[Any]], messages: Messages | None = None, flying: Any = None) -> Iterator[fx.Node]:
         """Run all nodes; yields those that wait for ranks of other programs."""
-        self.ranks = [Machine(program, self.whole) for program in self.final]
+        runs: Sequence[Run | None] = self.runs or [None] * len(self.final)
+        self.ranks = [Machine(program, self.whole, run) for program, run in zip(self.final, runs, strict=True)]
         self.parts = PartsByRule(self.whole, self.ranks)
         self.collectives, self.inputs = Collectives(self.whole, self.ranks, messages, flying), inputs
         for machine, given in zip(self.ranks, inputs, strict=True):
@@ -196,7 +205,8 @@ class _Certification:
 
     # Outputs.
 
-    def _outputs(self) -> Certificate:
+    def outcome(self) -> Certificate:
+        """The outputs of all ranks beside those that the captured program has."""
         expected = self.expected()
         found = [
             each
@@ -252,9 +262,11 @@ class _Certification:
     def _derived(self, own: Any, machine: Machine) -> str:
         for x in symbols.tensors_of(own):
             marks = symbols.pieces(x)[1]
-            axes = [axis.name for k, axis in enumerate(machine.program.mesh.axes) if _is_pending(marks, k)]
+            axes = [axis.name for k, axis in enumerate(machine.mesh.axes) if _is_pending(marks, k)]
             if machine.is_poisoned(x):
                 return "memory without a value"
+            if machine.run is not None and machine.run.is_sum(x):
+                return "a sum over micro-batches that is not that over all, in order, or of another value"
             if axes:
                 return f"a value that is still to be reduced over {', '.join(axes)}"
             if self.whole.knows(x):
@@ -273,17 +285,18 @@ class _Certification:
         return machine.program.output_node
 
     def not_shown(self, outcome: str, what: str, node: fx.Node, why: str) -> Certificate:
+        """A certificate of another outcome."""
         count, line = len(self.final[0].graph.nodes), str(node.meta.get("source", ""))
         return Certificate(outcome, len(self.final), count, len(self.captured.outputs), what, str(node), line, why)
 
 
 class _BundleCertification:
-    """The ranks at one coordinate go through their programs together, as ``_Certification`` has it."""
+    """The ranks at one coordinate go through their programs together, as ``Certification`` has it."""
 
     def __init__(self, captured: Program, ranks: Sequence[tuple[Bundle, int]], call: str) -> None:
         self.captured, self.ranks, self.call = captured, ranks, call
         self.whole, self.messages = CapturedMachine(captured), Messages(axis=ranks[0][0].axis)
-        self.after: list[dict[str, tuple[_Certification, Machine, Any]]] = [{} for _ in ranks]
+        self.after: list[dict[str, tuple[Certification, Machine, Any]]] = [{} for _ in ranks]
 
     def run(self) -> Certificate:
         together: dict[int, list[int]] = {}
@@ -307,7 +320,7 @@ class _BundleCertification:
         order, flying, channels = bundles[0].order(self.call, coordinate), list[Any](), [InFlight(b) for b in bundles]
         for role in order:
             programs = [bundle.programs[role] for bundle in bundles]
-            certification = _Certification(self.captured, programs)
+            certification = Certification(self.captured, programs)
             certification.whole = self.whole
             inputs = [
                 self._inputs(certification, number, program, held.take(role, order))
@@ -321,7 +334,7 @@ class _BundleCertification:
                 self.after[numbers[k]] |= {name: (certification, machine, value) for name, value in after.items()}
 
     def _inputs(
-        self, certification: _Certification, number: int, program: Program, taken: Mapping[str, Any]
+        self, certification: Certification, number: int, program: Program, taken: Mapping[str, Any]
     ) -> list[Any]:
         before = {name: value for name, (_, _, value) in self.after[number].items()} | dict(taken)
         wholes = certification.wholes()

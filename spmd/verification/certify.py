@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from passes import Mesh
+from passes import Mesh, Program
 
 from ..call.rng import random_state_kept
 from ..deferral.pending import calling, finish_pending
-from .certificate import Certificate, certify_programs
+from .certificate import Certificate, Certification, certify_programs
+from .certify_runs import RunsCertification
 from .peer import Peer
 from .rank import SimulatedRank
 from .verifier import MOST, simulated_ranks
@@ -26,16 +27,15 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
 
     ``step``, ``world``, ``mesh`` and the arguments are those of ``verify``. No numbers are compared and nothing is
     rounded: what is derived holds for any values. What cannot be shown is distinguished from what is wrong, and settled
-    by ``verify``. With experts, which rows go to which is drawn at random, or what arguments say: it is shown for one
-    such routing; and where a mask hides keys of a split sequence, for the whole numbers of the arguments. How the plain
-    step was captured is not a part of it. Of more than 16 ranks the first two and the last along each axis are looked
-    at, up to 1,024 ranks in all.
+    by ``verify``. Micro-batches are derived run by run: each sum over them has to be that of all parts, once each; with
+    ``bits="same"``, in the order of the one tree over all parts. With experts, which rows go to which is drawn at
+    random, or what arguments say: it is shown for one such routing; and where a mask hides keys of a split sequence,
+    for the whole numbers of the arguments. How the plain step was captured is not a part of it. Of more than 16 ranks
+    the first two and the last along each axis are looked at, up to 1,024 ranks in all.
 
     Raises ``TypeError`` or ``ValueError`` for what cannot be certified, and what compiling the step raises.
     """
     check_mesh(mesh, world)
-    if getattr(getattr(step, "options", None), "mode", None) and step.options.mode.micro_batches > 1:
-        raise ValueError("expected a step without micro_batches, whose runs certify does not derive: use spmd.verify")
     if world > _MOST_RANKS:
         raise ValueError(f"expected world to be {_MOST_RANKS} ranks or fewer, got {world}")
     finish_pending()
@@ -46,8 +46,21 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
                 rank.prepare()
             final = [rank.programs.final for rank in ranks]
             numbers = {leaf.name: leaf.value for leaf in plain.given().tensors() if not leaf.value.is_floating_point()}
+        _check_runs(final[0])
+        certification = RunsCertification if final[0].micro_batches is not None else Certification
         with torch.no_grad():
-            return certify_programs(first.compiled.captured.program, final, numbers)
+            return certify_programs(first.compiled.captured.program, final, numbers, certification)
+
+
+def _check_runs(program: Program) -> None:
+    """Raise ``ValueError`` for parts of the batch that one program computes together, and for those of stages."""
+    micro = program.micro_batches
+    together = program.same_bits and (micro is None or micro.together > 1)
+    if together or program.stages is not None:
+        raise ValueError(
+            "expected a step whose micro-batches, or virtual parts, run one after the other on all ranks: certify "
+            "derives neither parts that run together nor stages, use spmd.verify"
+        )
 
 
 def represented(mesh: Mesh) -> list[int]:

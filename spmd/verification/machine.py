@@ -25,6 +25,7 @@ from passes.runtime.random import draw
 from .._torch import OpOverload, tree_flatten, tree_map
 from . import symbolic_ops, symbols
 from .symbolic import known_numbers
+from .symbolic.sums_of_runs import ADDS, Run
 from .symbolic_ops import Unknown, call_of, functional, is_tensor
 
 _NOT_COMPUTED = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"}
@@ -33,8 +34,10 @@ _NOT_COMPUTED = {"device", "layout", "pin_memory", "memory_format", "non_blockin
 class Machine:
     """One program, and the values of its nodes: tensors of elements, or symbols of numbers."""
 
-    def __init__(self, program: Program, captured: CapturedMachine | None = None) -> None:
-        self.program, self._captured = program, captured
+    def __init__(self, program: Program, captured: CapturedMachine | None = None, run: Run | None = None) -> None:
+        """``run``: the part of the batch, if the program runs for several."""
+        self.program, self._captured, self.run = program, captured, run
+        self.mesh = program.mesh if run is None else run.mesh(program.mesh)
         self.env: dict[fx.Node, Any] = {}
         self.first: dict[fx.Node, Tensor] = {}  # the symbols of each node, as it was computed
         self.by_op: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -42,7 +45,7 @@ class Machine:
         self._lies_in: dict[fx.Node, Any] = {}  # the dtypes of values in planned memory
         self._arenas: set[int] = set()
         self._unknowns = 0
-        self._sizes = [axis.size for axis in program.mesh.axes]
+        self._sizes = [*(axis.size for axis in self.mesh.axes), 1]  # the last one that of sums over runs
         self.routes: bool = captured is not None and captured.routes  # whether numbers are known
 
     # Values.
@@ -155,10 +158,13 @@ class Machine:
         else:
             self.env[node] = self._of_numbers(node)
 
-    def _of_numbers(self, node: fx.Node) -> Tensor:
+    def _of_numbers(self, node: fx.Node) -> Any:
         if node.target not in PURE_FUNCTIONS or node.kwargs or any(map(is_tensor, node.args)):
             raise Unknown(f"nothing is known of {node.target}")
-        given = [symbols.symbol(each) for each in self.value(node.args)]
+        values = self.value(node.args)
+        if all(isinstance(each, int) for each in values):  # where the rows of a run begin
+            return node.target(*values)
+        given = [symbols.symbol(each) for each in values]
         return symbolic_ops.function(node.target.__name__, torch.float64, given)
 
     def _op(self, node: fx.Node, op: OpOverload) -> None:
@@ -168,6 +174,11 @@ class Machine:
             return self._keep(node, op(*self.value(node.args), **self.value(dict(node.kwargs))), self._source(node))
         if self.routes and self._by_known_numbers(node, op):
             return None
+        if self.run is not None and op in ADDS:
+            _, args, kwargs = call_of(node)
+            summed = self.run.added(op, *self.read_all((args, kwargs)))
+            if summed is not None:
+                return self.give(node, summed)
         computed = symbolic_ops.computed(op)
         if computed is not None:
             self._check_numbers(node, computed is symbolic_ops.moved)
@@ -220,6 +231,7 @@ class Machine:
     def give(self, node: fx.Node, results: Sequence[Any]) -> None:
         """Let a node have these results: in the memory that it writes to, or in fresh memory."""
         val, into = node.meta.get("val"), written_by(node)
+        results = self._completed(list(results))
         if into:
             for each, new in zip(into, tree_flatten(list(results))[0], strict=False):
                 x, dtype = self.env[each], self._lies_in.get(each)
@@ -232,6 +244,13 @@ class Machine:
             dtypes = [None] * len(values)
         several = isinstance(val, (list, tuple)) or len(values) != 1
         self._keep(node, values if several else values[0], dtypes if several else dtypes[0])
+
+    def _completed(self, values: Any) -> Any:
+        """Values of which sums over runs are what they are once all runs have added to them."""
+        if self.run is None or self._captured is None:
+            return values
+        shares, known = self.run.shares, self._captured.symbols
+        return tree_map(lambda x: shares.completed(x, known) if symbols.tensors_of(x) else x, values)
 
     def _laid_out(self, x: Any, val: Any) -> Any:
         """A result with the strides that it has in the program."""
@@ -264,7 +283,7 @@ class Machine:
 
     def write_result(self, node: fx.Node, into: Any, value: Any) -> None:
         """Write what a collective gives; None: nothing is known of it."""
-        into, dtypes = symbols.tensors_of(into), self._lies_in.get(node)
+        into, dtypes, value = symbols.tensors_of(into), self._lies_in.get(node), self._completed(value)
         dtypes = dtypes if isinstance(dtypes, list) else [dtypes] * len(into)
         news = [None] * len(into) if value is None else symbols.tensors_of(value)
         for x, new, dtype in zip(into, news, dtypes, strict=True):
@@ -330,8 +349,8 @@ class CapturedMachine(Machine):
                 self.step(node)
             except Unknown:
                 self._by_operands(node, node.target)
-        self._sorted = torch.cat([*(x.reshape(-1) for x in self.first.values()), torch.zeros(1, dtype=torch.int64)])
-        self._sorted = self._sorted.unique()
+        found = torch.cat([*(x.reshape(-1) for x in self.first.values()), torch.zeros(1, dtype=torch.int64)])
+        self.symbols = found.unique()  # of all elements, in order
 
     def _input(self, name: str, val: Any) -> Any:
         """Symbols for an input: of each element, or of the number that it is."""
@@ -354,8 +373,8 @@ class CapturedMachine(Machine):
 
     def has(self, found: Tensor) -> Tensor:
         """Which symbols are those of an element of some value of this program."""
-        at = torch.searchsorted(self._sorted, found.contiguous()).clamp(max=len(self._sorted) - 1)
-        return self._sorted[at] == found
+        at = torch.searchsorted(self.symbols, found.contiguous()).clamp(max=len(self.symbols) - 1)
+        return torch.eq(self.symbols[at], found)
 
     def _by_operands(self, node: fx.Node, op: Any) -> None:
         """An op of which nothing is known but that it is a function: its results are hashes of its operands."""

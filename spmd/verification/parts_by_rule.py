@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 
-from passes import Axis, Mesh, Program, Role
+from passes import Axis, AxisRole, Mesh, PartitionError, Program, Role
 from passes.runtime.random import draw
 
 from .._torch import tree_flatten
@@ -87,13 +87,13 @@ class PartsByRule:
         for k, value in enumerate(values if isinstance(values, (list, tuple)) else [values]):
             placed = tuple(option.results[k] for option in found.options)
             is_tensor = isinstance(value, Tensor) and value.dtype == torch.complex128
-            own = part(value, placed, rank.program.mesh) if is_tensor and None not in placed else value
+            own = part(value, placed, rank.mesh) if is_tensor and None not in placed else value
             given.append(found.renamed.results(own) if found.renamed else own)
         return given
 
     def _options(self, calls: list[OpCall], index: int) -> Iterator[list[Option]]:
         """Options for the axes from ``index`` on that are right for parts of every length: ``calls`` has one each."""
-        mesh = self.ranks[0].program.mesh
+        mesh = self.ranks[0].mesh
         if index == len(mesh.axes):
             yield []
             return
@@ -112,7 +112,7 @@ class PartsByRule:
 
     def _holds(self, rank: Machine, node: fx.Node, ours: Sequence[Tensor], found: Found) -> bool:
         """Whether the operands of ``node`` on a rank are the parts of the found call's that the options speak of."""
-        candidate, options, mesh = found.node, found.options, rank.program.mesh
+        candidate, options, mesh = found.node, found.options, rank.mesh
         theirs = [
             part(whole, tuple(option.operands[k] for option in options), mesh)
             for k, whole in enumerate(self.captured.operands(candidate))
@@ -125,7 +125,7 @@ class PartsByRule:
             return False
         call, args = rule_call(candidate), None
         results = [tuple(option.results[k] for option in options) for k in range(len(call.results))]
-        if self.captured.draws(candidate) and not _draws_part(rank.program, node, candidate, results[0]):
+        if self.captured.draws(candidate) and not _draws_part(rank, node, candidate, results[0]):
             return False
         localize = localize_of(call.target)
         if localize is not None:
@@ -146,7 +146,9 @@ def part(whole: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
     own = part_of(whole, placed, mesh).clone()
     for k, (entry, axis) in enumerate(zip(placed, mesh.axes, strict=False)):
         if isinstance(entry, Partial) and axis.size > 1:
-            symbols.pieces(own)[1].bitwise_or_(symbols.pending(k, entry.reduce_op))
+            found, marks = symbols.pieces(own)
+            in_time = AxisRole.MICRO_BATCHES in axis.roles and entry.reduce_op == "sum"
+            marks.bitwise_or_(symbols.pending(k, entry.reduce_op) * (found != 0 if in_time else 1))
     return own
 
 
@@ -189,14 +191,17 @@ def _in_runs(info: Info) -> tuple[Interleaved, ...]:
     return (*(Interleaved(*each) for each in runs if each[1] > 1), *(Mirrored(*each) for each in runs))
 
 
-def _draws_part(program: Program, node: fx.Node, candidate: fx.Node, placed: Placed) -> bool:
+def _draws_part(rank: Machine, node: fx.Node, candidate: fx.Node, placed: Placed) -> bool:
     """Whether a rank draws its own part of what the candidate draws: the same number, and the part's region."""
     if node.target is not draw or candidate.meta.get("draw") != node.args[2]:
         return False
     val = candidate.meta["val"]
     shape = (val[0] if isinstance(val, (list, tuple)) else val).shape
-    is_part = tuple(map(tuple, node.args[3])) == local_runs(shape, placed, program.mesh)  # type: ignore[arg-type]
-    return is_part and _is_seed(program, node.args[1])
+    try:
+        runs = local_runs(shape, placed, rank.mesh)
+    except PartitionError:  # it has no such parts
+        return False
+    return tuple(map(tuple, rank.value(node.args[3]))) == runs and _is_seed(rank.program, node.args[1])
 
 
 def _is_seed(program: Program, value: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from passes import Axis, Input, Mesh, OutputKind, Program, Role, SpmdError
+from passes.ir.micro_batches import in_all_runs
 from passes.ir.numbers import pack
 from passes.ir.program import is_sharded
 
@@ -34,7 +35,8 @@ def programs_of(rank: SimulatedRank, compiled: Compiled, mesh: Mesh, state: list
         local = options.mode.partition(replace(compiled.captured.program, mesh=mesh))
         first = compiled.partitioned
         local = replace(local, stored=first.stored, fixed=first.fixed)
-        local = replace(local, reshard=first.reshard, prefetch=first.prefetch)
+        chosen = {name: getattr(first, name) for name in ("reshard", "prefetch", "gathers_once")}
+        local = in_all_runs(local, **chosen)
         partitioned = local
         if transforms(options):
             partitioned = local.copy()

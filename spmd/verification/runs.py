@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from passes import OutputKind, Program, Role
 from passes.cleanup.dead_code import DeadCode
-from passes.ir.micro_batches import accumulating, ascend, new_accumulators, own_rows, runs_of
+from passes.ir.micro_batches import accumulating, ascend, empty_accumulators, new_accumulators, own_rows, runs_of
 
 from .bundle_lockstep import BundleRank, BundleRun
 from .lockstep import Watch, run_in_lockstep
@@ -46,7 +46,7 @@ def run_programs(
         return _run_spread(programs, inputs)
     runs = [runs_of(program) for program in programs]
     is_split = micro.accumulating is not None and len(micro.accumulating.outputs) != len(programs[0].outputs)
-    seen = None if watch is None or is_split else _Seen()
+    seen = None if watch is None or is_split else _Seen(side_by_side=micro.together > 1)
     rows: list[list[dict[str, Any]]] = [[] for _ in programs]
     for k in range(micro.count):
         now = [each[k] for each in runs]
@@ -78,20 +78,21 @@ def _run_spread(programs: Sequence[Program], inputs: Sequence[list[Any]]) -> lis
     firsts = [accumulating(m.accumulating or each, m.joined) for m, each in zip(micros, programs, strict=True)]
     for first in firsts:
         DeadCode().rewrite(first)
+    openings = [m.opening or each for m, each in zip(micros, firsts, strict=True)]
     turns = list(zip(*([*micro.idle_runs, *micro.runs] for micro in micros), strict=True))
     for turn, numbers in enumerate(turns, start=1):
-        now = firsts if turn < len(turns) else lasts
+        now = lasts if turn == len(turns) else openings if turn == 1 else firsts
         ranks = list(zip(micros, now, inputs, numbers, strict=True))
         returned = run_in_lockstep(now, [micro.of_run(each.inputs, given, k) for micro, each, given, k in ranks])
         for (micro, each, given, k), program, outputs, of_rank in zip(ranks, programs, returned, rows, strict=True):
+            if now is not lasts:
+                _keep_accumulators(each, program, given, outputs)
             if turn <= len(micro.idle_runs):
-                for position in new_accumulators(program):
-                    given[position].zero_()
-            else:
-                of_rank.append({out.name: value for out, value in zip(each.outputs, outputs, strict=True)})
-                if now is firsts:
-                    _keep_accumulators(each, program, given, outputs)
-                    ascend(program, given, k)
+                empty_accumulators(program, given)
+                continue
+            of_rank.append({out.name: value for out, value in zip(each.outputs, outputs, strict=True)})
+            if now is not lasts:
+                ascend(program, given, k)
     joined = {
         name: torch.cat([each[name] for of_rank in rows for each in of_rank], dim)
         for name, dim in micros[0].joined.items()
@@ -149,7 +150,7 @@ def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], o
     """Write what a functional program returns for its accumulators where the next run reads it."""
     position = whole.positions()
     for output, value in zip(program.outputs, outputs, strict=True):
-        if output.role is Role.ACCUMULATOR:
+        if output.role.is_of_runs:
             given[position[output.name]].copy_(value)
 
 
@@ -157,7 +158,7 @@ def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], o
 class _Seen:
     """The values of each node in all runs, by rank; nodes of one name are the same in programs of other sizes.
 
-    ``side_by_side``: one program has nodes for all parts, in order, which compute parts of one captured value.
+    ``side_by_side``: a program has nodes for several parts, in order, which compute parts of one captured value.
     """
 
     side_by_side: bool = False

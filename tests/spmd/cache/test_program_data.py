@@ -21,7 +21,9 @@ from tests.harness.oracle import compiled_run
 
 # Fields of programs and captures that are no part of an entry, since no call with an entry has them.
 NOT_WRITTEN = {
-    Program: {"graph_module", "mesh", "annotations", "micro_batches", "same_bits", "stages", "schedules"},
+    Program: {
+        *("graph_module", "mesh", "annotations", "micro_batches", "gathers_once", "same_bits", "stages", "schedules"),
+    },
     Captured: {"sizes", "fixed_sizes", "returns_loss"},
 }
 READERS: dict[type, Any] = {Program: program_from_data, Captured: captured_from_data}

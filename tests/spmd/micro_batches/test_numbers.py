@@ -21,7 +21,7 @@ from tests.harness.pool import Ranks
 
 STYLES: dict[str, dict[str, Any]] = {
     "replicate": {"parallel_style": "replicate"},
-    "fully_shard": {"parallel_style": "fully_shard"},
+    "fully_shard": {"parallel_style": "fully_shard", "gather_parameters": "once"},
     "shard_optimizer": {"parallel_style": "replicate", "shard_optimizer": True},
 }
 
@@ -121,7 +121,8 @@ def verified(step: Callable[..., Any], model: nn.Module, rows: int = 12, passes:
 @pytest.mark.parametrize("rows", [12, 10])
 def test_draws_follow_the_rows(rows: int, passes: Any) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.3), nn.Linear(7, 3)).double()
-    assert verified(regress, model, rows, passes, parallel_style="fully_shard", micro_batches=3)
+    mode = {"parallel_style": "fully_shard", "gather_parameters": "each"}
+    assert verified(regress, model, rows, passes, micro_batches=3, **mode)
 
 
 @pytest.mark.usefixtures("alone")
@@ -336,6 +337,8 @@ def test_wider_accumulators() -> None:
         ({"micro_batches": 2, "defer_updates": True}, "leave out one of them"),
         ({"accumulate_dtype": torch.int64}, "a dtype of floating point"),
         ({"statistics": "per_micro_batch"}, "expected micro_batches="),
+        ({"micro_batches": 2, "gather_parameters": "once"}, "parameters that the style splits"),
+        ({"parallel_style": "fully_shard", "gather_parameters": "each"}, "nothing else gathers several times"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], expected: str) -> None:
@@ -349,8 +352,9 @@ def test_ways_to_look_at_a_call_that_know_one_program_only_say_so() -> None:
     compiled, model = spmd.compile(regress, parallel_mode=mode), nn.Linear(5, 3).double()
     with pytest.raises(spmd.SpmdError, match="runs a program for each micro-batch"):
         compiled.profile()
+    together = spmd.compile(regress, parallel_mode=spmd.DataParallel(bits="same", virtual=4, micro_batches=2))
     with pytest.raises(ValueError, match=r"use spmd\.verify"):
-        spmd.certify(compiled, model, torch.optim.SGD(model.parameters()), *batch(6))
+        spmd.certify(together, model, torch.optim.SGD(model.parameters()), *batch(16), world=1)
     with pytest.raises(ValueError, match="expected no check with micro_batches"):
         spmd.compile(regress, parallel_mode=mode, check="first")
 

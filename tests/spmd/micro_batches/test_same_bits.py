@@ -96,8 +96,8 @@ def rows(step: int, rank: int = 0, world: int = 1, count: int = 16) -> tuple[Ten
     return own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
 
-def mode(style: Any = "replicate", in_pairs: bool = False, virtual: int = 8) -> spmd.DataParallel:
-    options: dict[str, Any] = {}
+def mode(style: Any = "replicate", in_pairs: bool = False, virtual: int = 8, turns: int = 1) -> spmd.DataParallel:
+    options: dict[str, Any] = {"micro_batches": turns}
     if in_pairs:
         options |= {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), "axes": {"batch": ("a", "b")}}
     return spmd.DataParallel(style, bits="same", virtual=virtual, **options)
@@ -137,8 +137,9 @@ def trained(
         (train, "AdamW", {"autocast": True}, small, [(1, "fully_shard"), (2, "replicate"), (4, "fully_shard", True)]),
         (penalized, "SGD", {}, small, [(1,), (2, "fully_shard"), (3,)]),  # of 6, 6 and 4 rows
         (train, "AdamW", {"drop": 0.3}, with_norm, [(k, style, False, 4) for k, style in STYLES]),
+        (train, "AdamW", {"drop": 0.3}, small, [(1,), *((k, "fully_shard", False, 8, 2) for k in (2, 3))]),
     ],
-    ids=["dropout", "autocast", "penalized", "statistics"],
+    ids=["dropout", "autocast", "penalized", "statistics", "turns"],
 )
 def test_state_has_the_same_bits_on_any_number_of_ranks(
     ranks: Ranks, function: Any, optimizer: str, options: dict[str, Any], make: Any, worlds: list[tuple[Any, ...]]
@@ -217,7 +218,7 @@ def test_ranks_return_the_rows_that_they_pass(ranks: Ranks) -> None:
 
 def refused(rank: int, world: int) -> list[str]:
     found = []
-    cases = [(spmd.DataParallel(bits="same", virtual=2), 8), (spmd.DataParallel(bits="same"), 3)]
+    cases = [(mode(virtual=2), 8), (mode(), 3), (mode(turns=8), 8)]
     for given, count in cases:
         try:
             x, y = rows(0, rank, world)
@@ -228,11 +229,14 @@ def refused(rank: int, world: int) -> list[str]:
 
 
 def test_what_does_not_divide_is_refused(ranks: Ranks) -> None:
-    few, rest = ranks.run(2, refused)[0]
+    few, rest, turns = ranks.run(2, refused)[0]
     assert "takes at least two virtual parts on each rank, but has virtual=2 for 2 ranks: pass virtual=4" in few
     assert "cuts the global batch into 8 equal parts, but x has 6 rows: pass a multiple of 8" in rest
+    assert "takes a virtual part for each of them on each rank, but has virtual=8 for 2 ranks: pass virtual=16" in turns
     for options, message in [
-        ({"micro_batches": 2}, 'expected no micro_batches with bits="same"'),
+        ({"micro_batches": 3}, "expected micro_batches to divide virtual=8"),
+        ({"micro_batches": "auto"}, "expected micro_batches to divide virtual=8"),
+        ({"micro_batches": 2, "statistics": "per_micro_batch"}, "neither stages nor bits"),
         ({"virtual": 6}, "expected virtual, the parts of the global batch, to be 2, 4, 8, ..., got 6"),
         ({"accumulate_dtype": torch.float64}, 'expected no accumulate_dtype with bits="same"'),
     ]:
@@ -249,6 +253,26 @@ def test_parts_that_need_sums_of_all_are_computed_side_by_side() -> None:
         step = spmd.compile(function, parallel_mode=spmd.DataParallel(bits="same", virtual=4))
         verdict = spmd.verify(step, model.double(), optimizer, *rows(0), **options, world=world, steps=1, bits=bits)
         assert verdict, verdict
+
+
+@pytest.mark.usefixtures("alone")
+def test_parts_of_one_turn_are_computed_side_by_side() -> None:
+    """Memory falls with the number of turns; the right numbers; and what needs sums of all parts is refused."""
+    found = []
+    for turns in (2, 8):
+        objects, step = build("SGD", small), spmd.compile(train, parallel_mode=mode(turns=turns))
+        step(*objects, *rows(0), drop=0.3)
+        found.append(step.report().memory["cpu"].roles["activations"])
+        assert step.program is not None and step.program.micro_batches is not None
+        assert (step.program.micro_batches.count, step.program.micro_batches.together) == (turns, 8 // turns)
+    assert found[0] > 2 * found[1]
+    model, optimizer = build("SGD", small)
+    step = spmd.compile(train, parallel_mode=mode("fully_shard", turns=2))
+    verdict = spmd.verify(step, model.double(), optimizer, *rows(0), drop=0.3, world=2, steps=1)
+    assert verdict, verdict
+    for function, make in [(train, with_norm), (weighted, small)]:
+        with pytest.raises(spmd.PartitionError, match="sums of all, which are known only when all have run: leave out"):
+            spmd.compile(function, parallel_mode=mode(turns=2))(*build("SGD", make), *rows(0))
 
 
 @pytest.mark.usefixtures("alone")

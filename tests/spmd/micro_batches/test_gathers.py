@@ -1,0 +1,61 @@
+"""Parameters that runs of a call gather, once in it or in each run: how often, and who decides."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spmd
+from tests.harness.fake import fake_world
+
+
+def regress(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def compiled(width: int, memory: int | None = None, **options: Any) -> Any:
+    """The step on the first of two ranks, after one call of four micro-batches."""
+    layers = [nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)]
+    model = nn.Sequential(*layers)
+    with fake_world(2):
+        mode = spmd.DataParallel("fully_shard", micro_batches=4, **options)
+        step = spmd.compile(regress, parallel_mode=mode, memory=memory)
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(8, 6), torch.zeros(8, 4))
+    return step
+
+
+@pytest.mark.parametrize(
+    ("options", "gathers"),
+    [
+        ({"gather_parameters": "once", "reshard_after_forward": True}, 1),
+        ({"gather_parameters": "each", "reshard_after_forward": False}, 4),
+        ({"gather_parameters": "each", "reshard_after_forward": True}, 8),
+    ],
+)
+def test_gathers_of_a_step(options: dict[str, Any], gathers: int) -> None:
+    """Of all layers together, in four micro-batches, for forward and perhaps again for backward."""
+    report = compiled(64, **options).report()
+    assert report.count("all_gather") == gathers
+    assert report.memory["cpu"].roles["gathered"] > 0
+    assert ("gathered once and kept in" in " ".join(report.notes)) == (gathers == 1)
+
+
+def test_a_step_decides_by_time_and_memory() -> None:
+    """Small layers wait for gathers more than they compute; what does not fit a budget gathers in each micro-batch."""
+    step = compiled(512)
+    (note,) = (each for each in step.report().notes if "by a first estimate" in each)
+    assert note.startswith("parameters are gathered once in a step: ") and step.program.gathers_once
+    found = re.search(r"memory: ([\d.]+) MB planned", " ".join(compiled(512, memory=10**9).report().notes))
+    assert found is not None
+    step = compiled(512, memory=int(float(found[1]) * 1e6) - 500_000)
+    assert not step.program.gathers_once
+    assert any("parameters are gathered in each micro-batch (" in each for each in step.report().notes)
