@@ -91,6 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("quick")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    items.sort(key=lambda item: "processes" not in item.keywords)  # if a long one came last, workers would wait
 
 
 def _is_exhaustive(item: pytest.Item) -> bool:

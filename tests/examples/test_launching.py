@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..harness import programs
 from .test_train_gpt import ROOT, environment
 
 pytestmark = pytest.mark.processes
@@ -135,7 +136,7 @@ def test_two_hosts_of_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
     assert state == "COMPLETED", printed
     found = re.findall(r"rank (\d) of 2 on (\w+): ([\d.]+)\n", printed)
     assert {rank for rank, *_ in found} == {"0", "1"} and {host for _, host, _ in found} == set(HOSTS)
-    alone = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
+    alone = programs.run([script], env)
     assert {loss for *_, loss in found} == {alone.stdout.rpartition(" ")[2].strip()}, printed
 
 

@@ -17,7 +17,7 @@ from .catalog import ENTRIES
 from .examine import Style, Training
 from .zoo import LENGTH
 
-LENGTHS = (8, 6, 7, 5)
+LENGTHS = (8, 6, 5)
 
 
 @dataclass(frozen=True)

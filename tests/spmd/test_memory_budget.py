@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
     return x, torch.randint(4, (ROWS,), generator=generator)
 
 
+@cache
 def compiled(memory: Any, style: str = "replicate", **options: Any) -> Any:
     mode = spmd.DataParallel(style, **options)  # type: ignore[arg-type]
     return compile_on_fake_ranks(2, train_step, objects(), *batch(), parallel_mode=mode, memory=memory)
@@ -151,7 +153,7 @@ def _whole(parameter: Any) -> Tensor:
     return whole.detach()
 
 
-@pytest.mark.parametrize(("style", "optimizer"), [("replicate", "SGD"), ("fully_shard", "SGD"), ("replicate", "Adam")])
+@pytest.mark.parametrize(("style", "optimizer"), [("fully_shard", "SGD"), ("replicate", "Adam")])
 def test_the_bits_are_the_same_with_dropout(ranks: Ranks, style: str, optimizer: str) -> None:
     plain = ranks.run(2, losses, style, optimizer, WHOLE)
     budget = max(each[1] for each in plain)

@@ -90,7 +90,13 @@ MODES = {
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("kind, mode, other", [("sgd", "fully_shard", "replicate"), ("adamw", "zero1", "fully_shard")])
+@pytest.mark.parametrize(
+    "kind, mode, other",
+    [
+        ("sgd", "fully_shard", "replicate"),
+        pytest.param("adamw", "zero1", "fully_shard", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_trainer_trains_evaluates_saves_and_resumes_as_on_one_device(
     kind: str, mode: str, other: str, ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ def assert_equal(found: tuple[State, list[float]], expected: tuple[State, list[f
 @pytest.mark.parametrize(
     "style, other, settings",
     [
-        ("fully_shard", "replicate", {"optim": "sgd"}),
+        pytest.param("fully_shard", "replicate", {"optim": "sgd"}, marks=pytest.mark.exhaustive),
         ("zero1", "fully_shard", {"optim": "adamw_torch", "gradient_accumulation_steps": 2}),
     ],
 )

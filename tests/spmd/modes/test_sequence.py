@@ -179,7 +179,7 @@ def test_a_window_of_packed_documents_skips_what_no_row_sees(attention: Any, key
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("attention", ["ring", "heads", pytest.param("gather", marks=pytest.mark.exhaustive)])
 def test_sequence_batch_and_micro_batches(attention: Any) -> None:
     axes = {"batch": "dp", "sequence": "cp"}
     model, optimizer, x = arguments(8, 2, rows=8)

@@ -41,7 +41,8 @@ def verified(step: Any, *arguments: Any, mesh: dict[str, int], steps: int = 2, *
     assert verdict, verdict
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(3, "zb-h1"), pytest.param(4, "1f1b", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # in every run it has two stages, in test_numbers.py
+@pytest.mark.parametrize(("stages", "schedule"), [(3, "zb-h1"), (4, "1f1b")])
 def test_an_encoder_and_a_decoder(stages: int, schedule: str) -> None:
     """torchtitan#2972 (scale), #596 and pytorch#162638 (norm), #4312 (skips), Megatron-LM#299 (tied)."""
     torch.manual_seed(0)

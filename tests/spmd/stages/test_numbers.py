@@ -35,10 +35,10 @@ def trained(case: Case, step: Any, batches: list[Any]) -> list[Snapshot]:
 
 
 def beside_plain(rank: int, world: int, case: Case, sizes: dict[str, int], mode: dict[str, Any]) -> list[str]:
-    """What differs on a mesh of these sizes, in 20 steps."""
+    """What differs on a mesh of these sizes, in six steps."""
     mesh, parts = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), sizes.get("dp", 1)
     own = mesh["dp"].get_local_rank() if "dp" in sizes else 0
-    batches = [[case.part(part, step) for part in range(parts)] for step in range(20)]
+    batches = [[case.part(part, step) for part in range(parts)] for step in range(6)]
     compiled = spmd.compile(case.step, parallel_mode=spmd.DataParallel(mesh=mesh, **mode))
     got = trained(case, compiled, [each[own] for each in batches])
     expected = trained(case, case.step, [case.whole(each) for each in batches])
