@@ -8,6 +8,8 @@ Cores share a memory and perhaps more: "one rank, twice at once" is its step on 
 speedup of that, for twice the work, is the most that two ranks can have on this machine.
 
 sequences    a GPT of 256 x 4, causal, 2 x 2,048 tokens: attention by gathered keys, a ring, heads; without balance
+             (nothing of torch is beside: its context_parallel has no attention of the CPU, also in 2.13, and raises
+             "_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered")
 experts      a Mixtral of 256 x 4 from transformers, 8 experts, top 2, 8 x 128 tokens; and torch's FSDP2, per layer
 stages       a GPT of 256 x 8, 8 micro-batches of 1 x 128 tokens, 1f1b and gpipe; and torch's Schedule1F1B, same cut
              (its peak is counted in its first step, without parameters and optimizer, as ours is planned)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import OutputKind, Phase, Role
+from passes import AxisRole, OutputKind, Phase, Role
 from passes.ir.collectives import is_collective, operands
 from passes.ir.ops import Trait, has
 from passes.ir.program import Placements, is_sharded
@@ -42,11 +42,23 @@ class Diagnostics:
                 "gathered. Register a rule with spmd.register_rule",
             )
 
+    def whole_attention(self, node: fx.Node, queries: Placements) -> None:
+        """Report attention that every rank along an axis of sequences computes as a whole."""
+        for k in self.context.mesh.axes_with(AxisRole.SEQUENCE):
+            axis = self.context.mesh.axes[k]
+            if axis.size > 1 and isinstance(queries[k], Replicate):
+                self._notes.setdefault(
+                    f"{axis.name}, {_line(node)}",
+                    f"attention at {_line(node)} is computed whole by each of the {axis.size} ranks of {axis.name}, "
+                    "since its queries are whole there: pass sequences of a length that the ranks divide "
+                    "(spmd.pad_to_longest)",
+                )
+
     def moved(self, value: Value, placement: Placements, reason: Reason) -> None:
         """Note rows that are communicated over an axis of the batch so that ``reason.reader`` has them otherwise."""
         source, reader = value.nearest(placement, self.context.mesh), reason.reader
         axes = [k for k, p in enumerate(source) if isinstance(p, Shard) and p != placement[k]]
-        axes = [k for k in axes if k not in self.context.model_axes]
+        axes = [k for k in axes if k not in self.context.model_axes and self.context.mesh.axes[k].size > 1]
         if reader in self.context.routes.hints:  # tokens go to their experts, as the user asks
             return
         if axes and reader is not None and not value.is_weight and self._is_noted(reader):

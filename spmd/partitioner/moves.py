@@ -73,15 +73,18 @@ class Moves:
                 yield Move(MoveKind.GRADIENT, operands.index(operand), placement)
 
     def _rows_of_queries(self, node: fx.Node, operand: fx.Node) -> Placements | None:
-        """The placement in which an op reads what attention gave, where ranks have heads of it: rows, as they were.
+        """The placement in which an op of a micro-batch reads an output of attention, of which ranks have heads: rows.
 
-        Behind the flattened dims of the next product, micro-batches could not be told from rows of other ranks.
+        The next product flattens dims, and would give each rank whole sequences, of which micro-batches have others.
         """
-        attention, index = operand.args if operand.target is getitem else (None, None)
-        is_output = index == 0 and isinstance(attention, fx.Node) and attention.target in FORWARD
-        if not is_output or node.target in (*BACKWARD, torch.ops.aten.detach.default):  # backward reads heads
+        if not self.context.mesh.axes_with(AxisRole.MICRO_BATCHES):
             return None
-        query, given = self.values[attention.args[0]].primary, self.values[operand].primary
+        attention, index = operand.args if operand.target is getitem else (None, None)
+        if index != 0 or not isinstance(attention, fx.Node) or attention.target not in FORWARD:
+            return None
+        if node.target in BACKWARD or node.target is torch.ops.aten.detach.default:  # it keeps heads for backward
+            return None
+        query, given = (self.values[each].primary for each in (attention.all_input_nodes[0], operand))
         axes = self.context.mesh.axes_with(AxisRole.SEQUENCE)
         moved = {k for k in axes if given[k] == Shard(1) and type(query[k]) is Shard and query[k] == Shard(2)}
         return tuple(query[k] if k in moved else p for k, p in enumerate(given)) if moved else None

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from passes import Axis, Mesh
 from passes.ir.program import Placements
@@ -30,17 +31,16 @@ def narrowed(
 
     ``hint``: the placement that the (first) result should have, in whose runs a replicated operand can be cut.
     """
-    axis, hinted = mesh.axes[len(chosen)], _hinted_runs(chosen, hint)
-    interleaved = tuple(
-        _runs(value, tuple(o.operands[k] for o in chosen), hinted if _has_rows(value, call, hinted) else None)
-        for k, value in enumerate(operands)
-    )
+    axis, hinted = mesh.axes[len(chosen)], _hinted_runs(chosen, hint, mesh)
     goal = hint[len(chosen)] if hint is not None else None
-    owned = tuple(_owned(value, tuple(o.operands[k] for o in chosen)) for k, value in enumerate(operands))
+    along = [_along_next(value, [o.operands[k] for o in chosen], mesh) for k, value in enumerate(operands)]
     known: dict[str, Any] = {
         "size": axis.size,
-        "interleaved": interleaved,
-        "owned": owned,
+        "interleaved": tuple(
+            _runs(placed, hinted if _has_rows(value, call, hinted) else None)
+            for value, placed in zip(operands, along, strict=True)
+        ),
+        "owned": tuple(tuple(dict.fromkeys(p for p in each if isinstance(p, OwnRows))) for each in along),
         "hinted": goal if isinstance(goal, OwnRows) else None,
     }
     return [replace(each, **known) for each in _on_all_lengths(call, *_with_own_order(call, chosen, mesh))]
@@ -54,25 +54,26 @@ def _with_own_order(call: OpCall, chosen: Sequence[Option], mesh: Mesh) -> tuple
     return [*chosen, *(call.own_order for _ in later)], Mesh((*mesh.axes[: len(chosen)], *later))
 
 
-def _owned(value: Value, before: Placements) -> tuple[OwnRows, ...]:
-    """The own rows in which a value is available along the next axis."""
-    along = (placement[len(before)] for placement in value.nodes if placement[: len(before)] == before)
-    return tuple(dict.fromkeys(p for p in along if isinstance(p, OwnRows)))
+def _along_next(value: Value, before: Sequence[Placement], mesh: Mesh) -> list[Placement]:
+    """The placements that a value has along the next axis, where the axes before leave it ``before``."""
+    return [placement[len(before)] for placement in value.nodes if _begins(placement, before, mesh)]
 
 
-def _runs(value: Value, before: Placements, hinted: Interleaved | None) -> tuple[Interleaved, ...]:
-    """The splits in runs of rows that a value has along the next axis, where the axes before leave it ``before``.
+def _begins(placement: Placements, before: Sequence[Placement | None], mesh: Mesh) -> bool:
+    """Whether a placement is ``before`` over the first axes; over one rank all are the same."""
+    pairs = zip(placement, before, mesh.axes, strict=False)
+    return all(entry == other or axis.size == 1 for entry, other, axis in pairs)
 
-    ``hinted``: the runs in which to cut the value if it is replicated.
-    """
-    along = [placement[len(before)] for placement in value.nodes if placement[: len(before)] == before]
+
+def _runs(along: Sequence[Placement], hinted: Interleaved | None) -> tuple[Interleaved, ...]:
+    """Those that are splits in runs of rows. ``hinted``: the runs in which to cut the value if it is replicated."""
     cut = [hinted] if hinted is not None and Replicate() in along else []
     return tuple(dict.fromkeys(p for p in [*along, *cut] if isinstance(p, Interleaved)))
 
 
-def _hinted_runs(chosen: Sequence[Option], hint: Placements | None) -> Interleaved | None:
+def _hinted_runs(chosen: Sequence[Option], hint: Placements | None, mesh: Mesh) -> Interleaved | None:
     """The runs that a hint asks for along the next axis, if the axes before are split as it says."""
-    if hint is None or tuple(option.results[0] for option in chosen) != hint[: len(chosen)]:
+    if hint is None or not _begins(hint, [option.results[0] for option in chosen], mesh):
         return None
     hinted = hint[len(chosen)]
     return hinted if isinstance(hinted, Interleaved) else None

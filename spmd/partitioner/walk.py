@@ -21,6 +21,7 @@ from .._torch import OpOverload
 from ..capture.constraint import CONSTRAIN
 from ..placements import OwnOrder
 from ..rules import decomposition_of, rule_of
+from ..rules.attention import FORWARD
 from . import reasons
 from .assignment import Assignment, Choice, Move, MoveKind
 from .calls import Calls
@@ -174,6 +175,8 @@ class Walk:
             diagnostics.no_rule(node, operands)
             return
         self.ruled.add(node.target)
+        if node.target in FORWARD and choice.reads is not None:
+            diagnostics.whole_attention(node, choice.reads[0])
         if node.meta.get("phase") is Phase.UPDATE and all(p in (whole, None) for p in choice.placements):
             diagnostics.whole_matrices(node, [self.materializer.base(value) for value in operands])
 

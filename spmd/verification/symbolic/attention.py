@@ -21,7 +21,8 @@ from ..symbols import LOGARITHM, inverse, matmul, minus, number, over, plus, tim
 _ONE = torch.tensor(number(1))
 NEVER = 1e30  # of this difference, the exponential is zero
 _INFINITE = torch.tensor(symbols.key("infinite"))
-_HIDES = torch.tensor(number(-torch.inf))
+LOWEST = torch.tensor(number(-torch.inf))
+"""What a mask adds to the score of a key that it hides."""
 
 
 def attention(sizes: Any, op: OpOverload, *args: Any, **kwargs: Any) -> list[Any]:
@@ -84,7 +85,7 @@ class _Given:
         added = [] if mask is None else [symbols.pieces(mask)[0].expand(scores.shape)]
         found = symbols.hashed(symbols.key("exp of a score", len(added)), scores, *added)
         for each in added:
-            found = torch.where(each == _HIDES, 0, found)
+            found = torch.where(each == LOWEST, 0, found)
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         return torch.where(causal, found, 0) if self.named["is_causal"] else found
 

@@ -25,7 +25,6 @@ from . import attention
 Results = list[Any]
 
 _LARGEST = 2**24  # a fraction is a larger residue
-_LOWEST = torch.tensor(symbols.number(-torch.inf))
 _CHOOSE = ("topk", "sort", "argsort", "argmax", "argmin")
 _TAKE = ("index", "_unsafe_index", "index_select", "embedding", "gather")
 _JOIN = ("where", "masked_fill", "scatter", "index_put")  # of several tensors, one
@@ -38,7 +37,7 @@ def numbers(x: Tensor) -> Tensor | None:
     dtype, (found, marks) = symbols.dtype_of(x), symbols.pieces(x)
     if dtype is None or dtype.is_complex or bool((marks & (symbols.PENDING | symbols.UNKNOWN)).any()):
         return None
-    lowest = (found == _LOWEST) & dtype.is_floating_point
+    lowest = (found == attention.LOWEST) & dtype.is_floating_point
     values = symbols.whole_numbers(found).masked_fill(lowest, 0)
     if bool((values.abs() > _LARGEST).any()):
         return None

@@ -330,11 +330,11 @@ def test_the_certificate_shows_what_a_window_skips(monkeypatch: pytest.MonkeyPat
 # What is communicated and computed
 
 
-def program(rank: int = 0, world: int = 2, length: int = 16, **mode: Any) -> spmd.CompiledStep:
+def program(rank: int = 0, world: int = 2, length: int = 16, rows: int = 1, **mode: Any) -> spmd.CompiledStep:
     with fake_world(world, rank):
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
         step = spmd.compile(train, parallel_mode=spmd.DataParallel(mesh=mesh, **CONTEXT, **mode))
-        step(*arguments(length))
+        step(*arguments(length, rows=rows))
     return step
 
 
@@ -368,6 +368,22 @@ def test_balanced_ranks_compute_equally_much(attention: Any, balance: bool) -> N
         shapes = [[each.meta["val"].shape for each in node.args[:2]] for node in nodes]
         scores.append(sum(query[2] * key[2] for query, key in shapes))
     assert (max(scores) < 1.1 * min(scores)) == balance
+
+
+@pytest.mark.usefixtures("alone")
+def test_rows_are_mirrored_beside_an_axis_of_one_rank() -> None:
+    with fake_world(2):
+        mesh, axes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp")), {"batch": "dp", "sequence": "cp"}
+        step: Any = spmd.compile(train, parallel_mode=spmd.DataParallel(mesh=mesh, axes=axes, attention="ring"))
+        step(*arguments(16))
+    reports = [each.report() for each in (step, program(attention="ring"))]
+    beside, alone = ([(t.kind, t.count, t.bytes) for t in report.traffic] for report in reports)
+    assert beside == alone
+
+
+def test_attention_that_is_computed_whole_has_a_note() -> None:
+    whole = [[note for note in program(length=7, rows=rows).report().notes if "whole" in note] for rows in (1, 2)]
+    assert not whole[0] and "test_sequence.py" in whole[1][0] and "by each of the 2 ranks of cp" in whole[1][0]
 
 
 @pytest.mark.parametrize("rank, expected", [(0, (0, 2)), (1, (0, 2)), (2, (1, 2)), (3, (1, 2))])
