@@ -111,6 +111,7 @@ def _fake_number(shapes: ShapeEnv, hyper: HyperParameter | ReadSite) -> tuple[An
     value = hyper.get()
     if isinstance(value, torch.Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device=value.device), None
+    value = value if isinstance(value, int) else float(value)  # one of numpy is a float, too
     source = constant_source(hyper.name)
     symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     make = shapes.create_symintnode if isinstance(value, int) else shapes.create_symfloatnode

@@ -216,8 +216,9 @@ def is_text(value: Any) -> bool:
 
 
 def can_be_live(before: Any, now: Any) -> bool:
-    """Whether a number may be read anew at each call: an int or a float both times, and within bounds."""
-    if type(now) not in (int, float) or type(before) is not type(now):
+    """Whether a number may be read anew at each call: an int or a float (numpy's, too) both times, within bounds."""
+    is_number = type(now) in (int, float) or (isinstance(now, float) and type(now).__module__ == "numpy")
+    if not is_number or type(before) is not type(now):
         return False
     return abs(now) < 2**62 if isinstance(now, int) else math.isfinite(now)
 

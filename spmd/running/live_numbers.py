@@ -36,7 +36,7 @@ class LiveNumbers:
 
     def of_first(self, call: Call) -> Carried:
         """Those that the first capture takes: a float may be on a schedule, most ints are sizes."""
-        floats = (leaf for leaf in call.given.leaves if type(leaf.value) is float)
+        floats = (leaf for leaf in call.given.leaves if isinstance(leaf.value, float))
         self._live = {leaf.name for leaf in floats if can_be_live(leaf.value, leaf.value)}
         return Carried(leaves=tuple(sorted(self._live)))
 

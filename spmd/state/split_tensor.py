@@ -35,7 +35,11 @@ _NUMBERS = {
     Tensor.__complex__,
     Tensor.__format__,
 }
-_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__}
+_SHARED = {Tensor.share_memory_, Tensor.is_shared, Tensor.storage}  # a DTensor has no storage: torch crashes
+_MEMORY = {
+    *_SHARED,
+    *(Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__),
+}
 _GET_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split()}
@@ -52,10 +56,11 @@ _FACTS = set(
 _OF_ELEMENTS = set(
     "max min amax amin aminmax argmax argmin median nanmedian norm vector_norm linalg_vector_norm linalg_norm".split()
 )
-# Functions that draw random numbers: each rank draws those of the whole tensor, as one device would.
-_RANDOM = set(
-    "normal_ uniform_ kaiming_normal_ kaiming_uniform_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_ "
-    "rand_like randn_like randint_like bernoulli normal multinomial poisson dropout".split()
+# Functions of whole tensors alone: those that run a function of Python's, and those that draw random numbers, of which
+# each rank draws all, as one device would.
+_OF_WHOLES = set(
+    "apply_ map_ map2_ normal_ uniform_ kaiming_normal_ kaiming_uniform_ bernoulli_ random_ exponential_ cauchy_ "
+    "log_normal_ geometric_ rand_like randn_like randint_like bernoulli normal multinomial poisson dropout".split()
 )
 _VIEWS = set(
     "__getitem__ detach select narrow view view_as reshape flatten chunk split unbind tensor_split diagonal unfold "
@@ -107,9 +112,10 @@ class SplitTensor(DTensor):
             return memo[id(self)]
         with own_looks():
             made: Tensor = self.detach().clone()
-            is_parameter = isinstance(self, nn.Parameter)
-            made = nn.Parameter(made, self.requires_grad) if is_parameter else made.requires_grad_(self.requires_grad)
-            made.grad = copy.deepcopy(self.grad, memo)
+            if isinstance(self, nn.Parameter):  # torch copies one without its gradient
+                made = nn.Parameter(made, self.requires_grad)
+            else:
+                made.requires_grad_(self.requires_grad).grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = made
         return made
 
@@ -122,9 +128,12 @@ class SplitTensor(DTensor):
 
 
 class CopiedView(SplitTensor):
-    """A view of a split tensor that had to be gathered, or moved: a write to it would not reach the tensor."""
+    """A view of a split tensor that had to be gathered, or moved: a write to it goes to the tensor, where it is known.
 
-    __slots__ = ()
+    ``source``: what it is a view of, and the function that makes it, also of the whole tensor.
+    """
+
+    source: tuple[DTensor, Callable[[Tensor], Tensor]] | None = None
 
 
 class _Looks(threading.local):
@@ -196,10 +205,12 @@ def _with_local(tensor: DTensor, local: Tensor, placements: Sequence[Any] | None
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _NUMBERS:
         return func(_whole(args[0]), *args[1:], **kwargs)
-    if func in _MEMORY and any(placement.is_shard() for placement in args[0].placements):
+    if func in _SHARED or (func in _MEMORY and any(placement.is_shard() for placement in args[0].placements)):
         raise SpmdError(f"the memory of a tensor that is split over the ranks is not the whole tensor's: {_WAYS_OUT}")
     if (func is Tensor.__setitem__ and isinstance(args[0], CopiedView)) or _writes_to(CopiedView, func, args):
-        raise SpmdError(f"{func.__name__} writes into a part of a tensor that had to be gathered: {_WAYS_OUT}")
+        others, options = tree_map(_whole, (args[1:], kwargs))
+        _write_through(args[0], func.__name__, lambda view: func(view, *others, **options))
+        return args[0]
     if func is Tensor.copy_ and isinstance(args[0], DTensor) and not isinstance(args[1], DTensor):
         return _write_part(*args[:2])
     if any(isinstance(each, DTensor) and is_on_stages(each) for each in tree_flatten((args, kwargs))[0]):
@@ -213,16 +224,16 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         others = {key: value for key, value in kwargs.items() if key != "out"}
         return _assign(out, func(*tree_map(_whole, args), **tree_map(_whole, others)))
     name = getattr(func, "__name__", "")
-    if name in _RANDOM and "tensor" in kwargs:  # of ``nn.init``
+    if name in _OF_WHOLES and "tensor" in kwargs:  # of ``nn.init``
         args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
-    if name in _RANDOM and _writes_to(DTensor, func, args):
+    if name in _OF_WHOLES and _writes_to(DTensor, func, args):
         return _write_whole(func, args, kwargs)
-    if name in _RANDOM or (name in _OF_ELEMENTS and any(map(_has_empty_part, tree_flatten((args, kwargs))[0]))):
+    if name in _OF_WHOLES or (name in _OF_ELEMENTS and any(map(_has_empty_part, tree_flatten((args, kwargs))[0]))):
         return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
     is_view = name in _VIEWS and isinstance(args[0], DTensor)
     is_view = is_view and not any(isinstance(each, Tensor) for each in tree_flatten(args[1:])[0])
     found = _computed(func, args, kwargs)
-    return _as_views(found, args[0]) if is_view else found
+    return _as_views(found, args[0], lambda whole: func(whole, *args[1:], **kwargs)) if is_view else found
 
 
 def _of_stages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,7 +280,7 @@ def _has_empty_part(value: Any) -> bool:
     return any(length <= (size - 1) * -(-length // size) for length, size in split_over)
 
 
-def _as_views(found: Any, source: DTensor) -> Any:
+def _as_views(found: Any, source: DTensor, view_of: Callable[[Tensor], Any]) -> Any:
     """Views of ``source``; those that lie elsewhere are marked as copies, whole ones as replicated DTensors."""
 
     def marked(view: Any) -> Any:
@@ -281,9 +292,30 @@ def _as_views(found: Any, source: DTensor) -> Any:
         elif not isinstance(source, CopiedView) and storage_id(local_tensor(view)) == storage_id(local_tensor(source)):
             return view
         view.__class__ = CopiedView
+        if isinstance(found, Tensor):
+            view.source = (source, view_of)
         return view
 
     return tree_map(marked, found)
+
+
+def _write_through(tensor: Any, name: str, write: Callable[[Tensor], Any]) -> None:
+    """Let ``write`` write into a whole tensor, or into a view of one, of which ranks keep their parts."""
+    if isinstance(tensor, DTensor) and not isinstance(tensor, CopiedView):
+        whole = _whole(tensor.detach()).clone()
+        write(whole)
+        _write_equal(tensor, whole)
+        return
+    if not isinstance(tensor, CopiedView) or tensor.source is None:
+        raise SpmdError(f"{name} writes into a part of a tensor that had to be gathered: {_WAYS_OUT}")
+    source, view_of = tensor.source
+
+    def through(whole: Tensor) -> None:
+        view = view_of(whole)
+        write(view)
+        _write_part(tensor, view)
+
+    _write_through(source, name, through)
 
 
 def _assign(live: DTensor, value: Tensor) -> DTensor:
@@ -311,20 +343,22 @@ def _write_part(live: DTensor, whole: Tensor) -> DTensor:
 
 
 def _write_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let ``func`` write into a whole tensor, or a list of them, of which ranks keep parts; replicas, the first's."""
+    """Let ``func`` write into a whole tensor, or a list of them, of which ranks keep their parts."""
     wholes = tree_map(lambda each: _whole(each.detach()).clone(), args[0])
     func(wholes, *tree_map(_whole, args[1:]), **tree_map(_whole, kwargs))
     for live, whole in zip(tree_flatten(args[0])[0], tree_flatten(wholes)[0], strict=True):
-        if not isinstance(live, DTensor):
-            live.detach().copy_(whole)
-            continue
-        local = local_tensor(_write_part(live, whole))
-        for k, placement in enumerate(live.placements):
-            if placement.is_replicate():
-                sent = local.contiguous()
-                dist.broadcast(sent, group=live.device_mesh.get_group(k), group_src=0)
-                local.copy_(sent)
+        _write_equal(live, whole) if isinstance(live, DTensor) else live.detach().copy_(whole)
     return args[0]
+
+
+def _write_equal(live: DTensor, whole: Tensor) -> None:
+    """Write this rank's part of ``whole``; replicas get that of the first, since each may have drawn its own."""
+    local = local_tensor(_write_part(live, whole))
+    for k, placement in enumerate(live.placements):
+        if placement.is_replicate():
+            sent = local.contiguous()
+            dist.broadcast(sent, group=live.device_mesh.get_group(k), group_src=0)
+            local.copy_(sent)
 
 
 def _whole(value: Any) -> Any:

@@ -20,7 +20,7 @@ def group_changes(
 ) -> tuple[list[Write], Carried]:
     """Each call's writes to groups, given as (optimizer, index, group, its entries before), and what to carry.
 
-    Raises ``CaptureError`` for changes of anything but numbers.
+    Raises ``CaptureError`` for changes of anything but numbers, which may be new.
     """
     writes, missing = [], set()
     for path, index, group, before in groups:
@@ -38,7 +38,8 @@ def group_changes(
 
 def _check(entry: GroupEntry, old: Any, new: Any) -> None:
     numbers = (int, float, torch.SymInt, torch.SymFloat)
-    if not all(isinstance(value, numbers) and not isinstance(value, bool) for value in (old, new)):
+    values = [new] if old is MISSING else [old, new]
+    if not all(isinstance(value, numbers) and not isinstance(value, bool) for value in values):
         raise CaptureError(
             f"the step changes {entry.name}, which is no number: a compiled step would do so only once, while it is "
             "traced. Change it outside of the step, and keep tensors in self.state[parameter]"

@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -366,6 +367,15 @@ def test_floats_among_the_arguments_are_read_at_each_call(first: Any, other: Any
     for value in (first, other, first):
         assert repr(compiled(torch.ones(3), value)[1]) == repr(value)
     assert len(compiled.programs) == 1
+
+
+def test_floats_of_numpy_among_the_arguments_are_read_at_each_call() -> None:
+    x = torch.arange(3.0, dtype=torch.float64)
+    compiled, asked = spmd.compile(lambda x, m: x * m + (1 - m)), spmd.compile(lambda x, m: x * m.item())
+    for m in np.linspace(0.9, 1.0, 3):
+        torch.testing.assert_close(compiled(x, m), x * m + (1 - m), rtol=1e-15, atol=0)
+        torch.testing.assert_close(asked(x, m), x * m, rtol=1e-15, atol=0)
+    assert (len(compiled.programs), len(asked.programs)) == (1, 3)
 
 
 def test_an_object_among_the_arguments_is_followed() -> None:

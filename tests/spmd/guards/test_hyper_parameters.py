@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,17 @@ def test_momentum_that_is_switched_on_later() -> None:
 
     ends, _ = both(lambda p: torch.optim.SGD(p, lr=0.01), change)
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-10)
+
+
+def test_a_rate_of_a_table_of_numpy() -> None:
+    rates = np.linspace(0.1, 0.01, 8)
+
+    def change(group: dict[str, Any], k: int) -> None:
+        group["lr"], group["momentum"] = rates[k], rates[k + 4]
+
+    ends, programs = both(lambda p: torch.optim.SGD(p, lr=0.01), change)
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-10)
+    assert programs == 1
 
 
 class Floats(torch.optim.Optimizer):

@@ -69,14 +69,16 @@ def test_plain_numbers_in_optimizer_state_are_never_stale() -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Keeps numbers of its own in its state, as some optimizers do beside those of parameters."""
+    """Keeps numbers of its own in its state and, from the first step on, in its group, as some optimizers do."""
 
     def step(self, closure: Any = None) -> None:
         own = self.state.setdefault("all", {"steps": 0, "scale": 1.0})
         own["steps"] += 1
         own["scale"] *= 0.5
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.add_(parameter.grad, alpha=-0.1 * own["scale"] / own["steps"])
+        (group,) = self.param_groups
+        group["step"] = group["step"] + 1 if "step" in group else 1
+        for parameter in group["params"]:
+            parameter.data.add_(parameter.grad, alpha=-0.1 * own["scale"] / own["steps"] / group["step"])
 
 
 def counted(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -98,9 +100,9 @@ def test_state_of_no_parameter_counts(kind: type[torch.optim.SGD]) -> None:
         optimizer.state["noted"], optimizer.state[torch.ones(3)] = {"by": "hand"}, {"old": torch.ones(3)}  # type: ignore[index]
         losses = [step(model, optimizer, torch.ones(2, 4).double()) for _ in range(4)]
         own = {key: values for key, values in optimizer.state.items() if isinstance(key, str)}
-        trained.append((losses, weights(model), own))
+        trained.append((losses, weights(model), own, optimizer.param_groups[0].get("step")))
     torch.testing.assert_close(trained[0][:2], trained[1][:2], rtol=1e-9, atol=1e-10)
-    assert trained[0][2] == trained[1][2]
+    assert trained[0][2:] == trained[1][2:]
     optimizer.state["k"] = 1  # type: ignore[index]
     with pytest.raises(spmd.CaptureError, match=r"optimizer\.state\['k'\] is of no parameter.*self\.steps"):
         step(model, optimizer, torch.ones(2, 4).double())

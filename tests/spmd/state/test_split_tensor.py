@@ -39,9 +39,9 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "numpy": lambda t: t.detach().numpy(),
     "list": lambda t: t.tolist(),
+    "shared memory": lambda t: t.share_memory_(),
     "pointer": lambda t: t.data_ptr(),
     "pickle": lambda t: pickle.dumps(t.detach()),
-    "a plain tensor": lambda t: t.detach().add_(torch.zeros(t.shape, dtype=t.dtype)),
 }
 
 
@@ -92,6 +92,7 @@ def seen(rank: int, world: int, mode: spmd.DataParallel) -> dict[str, Any]:
                     function(tensor)
                 assert "spmd." in str(error.value)
     average = copy.deepcopy(model)
+    found["copied gradients"] = [p.grad is not None for p in average.parameters()]
     for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
         mine.data.lerp_(theirs.data, 0.5).add_(1.0)
     found["average"] = sum(float(p.sum()) for p in average.parameters())
@@ -106,7 +107,7 @@ def seen(rank: int, world: int, mode: spmd.DataParallel) -> dict[str, Any]:
 
 def expected() -> dict[str, Any]:
     model, optimizer = trained(step, batch())
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"copied gradients": [False for _ in model.parameters()]}  # torch copies none
     for name, tensor in state(model, optimizer).items():
         found |= {f"{name} {read}": function(tensor) for read, function in READS.items()}
     found["average"] = sum(float(p.sum() + p.numel()) for p in model.parameters())

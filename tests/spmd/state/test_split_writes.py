@@ -27,22 +27,25 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "in place": lambda t: t.mul_(2).clamp_(-0.5, 0.5),
     "plain values": lambda t: t.add_(torch.arange(12.0, dtype=torch.float64).view(4, 3)).data.mul_(torch.ones(3) / 3),
     "a list": lambda t: torch._foreach_mul_([t], [torch.full((4, 3), 0.5, dtype=torch.float64)]),
+    "by a function": lambda t: t.data.apply_(lambda x: 2 * x + 1),
     "drawn": lambda t: t.normal_(),
     "drawn by an initialization": lambda t: (nn.init.xavier_uniform_(t), nn.init.kaiming_normal_(t, a=0.1)),
     "initialized": lambda t: (nn.init.orthogonal_(t), nn.init.trunc_normal_(t, std=0.1)),
     "noise": lambda t: t.add_(torch.randn_like(t)),
     "noise of one's own": lambda t: t.data.add_(torch.rand(t.shape, dtype=t.dtype)),
     "dropped": lambda t: t.copy_(nn.functional.dropout(t)),
-}
-REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "view of a row": lambda t: t[0].zero_(),
     "view of rows": lambda t: t.narrow(0, 1, 1).fill_(4.0),
     "row of a view": lambda t: t.view(-1)[0].fill_(6.0),
+    "item of a view": lambda t: t[1].__setitem__(0, 1.0),
+    "items of a view": lambda t: t.view(-1).__setitem__(t.abs().flatten().topk(3).indices, 0.0),
+    "a row, detached": lambda t: t[0].detach().add_(torch.ones(3, dtype=torch.float64)),
+    "a column": lambda t: t.t()[1].copy_(torch.ones(4, dtype=torch.float64)),
+}
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "data of a row": lambda t: t[0].data.zero_(),
-    "a row, detached": lambda t: t[0].detach().zero_(),
     "chunk": lambda t: t.chunk(2)[0].fill_(8.0),
     "unbind": lambda t: t.unbind(0)[0].fill_(8.0),
-    "item of a view": lambda t: t[1].__setitem__(0, 1.0),
 }
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "largest": lambda t: t.abs().max(),
