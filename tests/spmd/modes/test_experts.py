@@ -68,7 +68,7 @@ def in_half_precision(model: nn.Module, optimizer: Any, x: torch.Tensor, chosen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["numbers", "capacity"])
+@pytest.mark.parametrize("form", [pytest.param("numbers", marks=pytest.mark.exhaustive), "capacity"])
 def test_products_of_experts_in_half_precision(form: Any) -> None:
     model, optimizer, x, chosen, y = whole_batch(form, 4)
     step = spmd.compile(in_half_precision, parallel_mode=spmd.DataParallel(**OVER_BATCH))

@@ -315,7 +315,7 @@ def test_the_certificate_shows_what_is_merged(attention: Any, length: int, world
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["gather", "ring"])
+@pytest.mark.parametrize("attention", ["gather", pytest.param("ring", marks=pytest.mark.exhaustive)])
 def test_the_certificate_shows_what_a_window_skips(monkeypatch: pytest.MonkeyPatch, attention: Any) -> None:
     given = *arguments(9, 2, is_causal=False), torch.tensor([5, 7, 9])
     mode = {"inputs": {"ends": Replicate()}, "attention": attention}
