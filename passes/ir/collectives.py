@@ -1,7 +1,9 @@
 """The vocabulary of collectives: which op means which kind, on which mesh axis, of how many bytes.
 
 Everything that counts, merges or moves communication asks here, so that a collective is counted by what it means and
-not by the op that performs it. The ops of ours are in ``passes/runtime/`` (``*_collectives.py``).
+not by the op that performs it. The ops of ours are in ``passes/runtime/`` (``*_collectives.py``). A new kind or op
+also needs algorithms (``analysis/collective_algorithms.py``), what it computes (``spmd/verification``:
+``collective_semantics.py``) and a way to be measured (``spmd/cli/measured_collectives.py``).
 """
 
 from __future__ import annotations

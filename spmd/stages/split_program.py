@@ -12,9 +12,9 @@ from passes import PartitionError, PassError, Program
 from passes.ir.bundle import Bundle
 from passes.ir.check_bundle import check_bundle
 
+from .bodies import Body, Levels, MicroBody, UpdateBody
 from .place_nodes import Part, Placed
 from .schedules import Order, ended_role, role_of, with_ends
-from .stage_programs import Body, Levels, MicroBody, UpdateBody
 from .write_stage_programs import write_body, write_ending
 
 _PARTS = (Part.WEIGHTS, Part.BACKWARD, Part.FORWARD)  # those that hand on or send come behind those that take

@@ -1,4 +1,4 @@
-"""``Solver``: the protocol of what decides how nodes are computed."""
+"""``Solver``: the protocol of what decides how nodes are computed. ``docs/extend.md`` has an example."""
 
 from __future__ import annotations
 
