@@ -34,7 +34,8 @@ class Axis:
     second process group of the same ranks, for what is gathered, so that it need not stand in line behind what is
     reduced; empty if there is none. Where reductions are left in flight, it is for all that is waited for.
     ``roles``: what the parallel mode uses the axis for, in the order of ``AxisRole``. ``ordered``: sums along it add up
-    what ranks have in one order, to the last bit, so that nothing else may become a summand.
+    what ranks have in one order, to the last bit, so that nothing else may become a summand. ``sums_last``: its parts
+    run one after the other, and each run reduces gradients to the part that a rank keeps, before they are added up.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Axis:
     gathers: str = ""
     roles: tuple[AxisRole, ...] = ()
     ordered: bool = False
+    sums_last: bool = False
 
 
 @dataclass(frozen=True)

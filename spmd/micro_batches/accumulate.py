@@ -119,7 +119,9 @@ def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype |
     own = value.meta["val"]
     wide = own.to(dtype) if dtype is not None and own.is_floating_point() else own
     placement = tuple(held.meta["placement"][:-1])
-    declared = Input(Role.ACCUMULATOR, name, tuple(own.shape), wide.dtype, placement)
+    of = node.meta["collective"].of  # of a gradient that ranks have parts of, its parameter has the global shape
+    shape = next((each.shape for each in program.inputs if each.name in of), tuple(own.shape))
+    declared = Input(Role.ACCUMULATOR, name, shape, wide.dtype, placement)
     total = add_input(program, declared, wide)
     cast = value
     if wide.dtype is not own.dtype:

@@ -162,9 +162,9 @@ class _Shares:
         return program
 
     def _problem(self, k: int) -> Problem:
-        return Problem.of(
-            _on_axis(self.program, self.rows, self.count, k), _over_axis(self.program, self.plan, self.rows)
-        )
+        sums_last = self.plan.options.get("reduce_gradients") == "each"
+        on_axis = _on_axis(self.program, self.rows, self.count, k, sums_last)
+        return Problem.of(on_axis, _over_axis(self.program, self.plan, self.rows))
 
 
 def _values(program: Program, names: Collection[str]) -> set[fx.Node]:
@@ -209,10 +209,10 @@ def _check_parts(declared: Input, length: int, count: int) -> None:
         )
 
 
-def _on_axis(program: Program, rows: Mapping[str, int], count: int, coordinate: int) -> Program:
+def _on_axis(program: Program, rows: Mapping[str, int], count: int, coordinate: int, sums_last: bool) -> Program:
     """The global program on a mesh whose last axis is that of micro-batches, seen from one of these."""
     roles = (AxisRole.BATCH, AxisRole.MICRO_BATCHES)
-    axis = Axis(TIME, count, TIME, coordinate, rate=_slowest(program), roles=roles)
+    axis = Axis(TIME, count, TIME, coordinate, rate=_slowest(program), roles=roles, sums_last=sums_last)
     mesh = replace(program.mesh, axes=(*program.mesh.axes, axis))
     inputs = [
         replace(each, placement=_placed(each.name, each.placement, rows)) if each.placement else each

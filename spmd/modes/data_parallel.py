@@ -44,6 +44,7 @@ from .option_groups import (
     check_micro_batches,
     check_modules,
     check_pipeline,
+    check_reductions,
     check_statistics,
 )
 from .sequence import SEQUENCE_DIM, check_attention, sequence_cuts
@@ -81,9 +82,10 @@ class DataParallel(PlannedMode):
     "shard", ...)`` the batch is split over both of these, and parameters over ``"shard"`` alone: gradients are
     reduce-scattered there, and their parts all-reduced over ``"replicate"``.
 
-    ``reduce_gradients`` is for the gradients of micro-batches, where parameters are split: ``"once"`` accumulates them
-    whole and reduces the sum, one reduce_scatter per parameter and step; ``"each"`` reduces each one and accumulates
-    shards, for less memory and more traffic. Gradients of replicated parameters are always reduced once.
+    ``reduce_gradients`` is for the gradients of micro-batches, those of ``micro_batches`` and of the step's own loops,
+    where parameters, or their updates, are split: ``"once"`` accumulates them whole and reduces the sum, one
+    reduce_scatter per parameter and step; ``"each"`` reduces each one and accumulates shards, for less memory and more
+    traffic. Gradients of replicated parameters are always reduced once.
 
     ``gather_parameters`` is for those of micro-batches, where parameters are split: ``"each"`` gathers them in each
     one, and again for backward where ``reshard_after_forward`` says so; ``"once"`` in the first one, and keeps them
@@ -235,7 +237,7 @@ class DataParallel(PlannedMode):
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), check_modules(ignored_modules))
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
         self.defer_updates = check_flag("defer_updates", defer_updates)
-        self.micro_batches = check_micro_batches(micro_batches, reduce_gradients, defer_updates)
+        self.micro_batches = check_micro_batches(micro_batches, defer_updates)
         self.runs, self.chooses_runs = self.micro_batches, micro_batches == "auto"
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
         self.bits = check_bits(bits, virtual, micro_batches, self.accumulate_dtype)
@@ -250,6 +252,7 @@ class DataParallel(PlannedMode):
             stages, virtual_stages, schedule, self._roles, self.micro_batches, offload_policy
         )
         self.has_stages = self.pipeline is not None
+        check_reductions(reduce_gradients, self.bits, self.has_stages)
         self.gathers_once = check_gather_parameters(gather_parameters, self.split, self.micro_batches, self.has_stages)
 
     def partition(self, program: Program) -> Program:

@@ -142,7 +142,7 @@ def check_modules(given: Any) -> tuple[nn.Module, ...]:
     return listed
 
 
-def check_micro_batches(count: Any, reduce_gradients: Reduce, defers: bool) -> int:
+def check_micro_batches(count: Any, defers: bool) -> int:
     """Raise ``TypeError`` or ``ValueError`` for no number of parts, or for options that exclude them; returns it.
 
     The most, where the step chooses.
@@ -152,14 +152,18 @@ def check_micro_batches(count: Any, reduce_gradients: Reduce, defers: bool) -> i
         raise TypeError(f'expected micro_batches to be an int or "auto", got {count!r}')
     if count < 1:
         raise ValueError(f"expected micro_batches to be 1 or more, got {count}")
-    if count > 1 and reduce_gradients == "each":
-        raise ValueError(
-            'expected reduce_gradients="once" with micro_batches, whose gradients are accumulated whole, and reduced '
-            "after the last one"
-        )
     if count > 1 and defers:
         raise ValueError("expected no defer_updates=True with micro_batches: leave out one of them")
     return count
+
+
+def check_reductions(reduce_gradients: Reduce, bits: int | None, stages: bool) -> None:
+    """Raise ``ValueError`` for reductions of each gradient where sums are those of whole gradients."""
+    if reduce_gradients == "each" and (bits is not None or stages):
+        other = "stages" if stages else 'bits="same"'
+        raise ValueError(
+            f'expected reduce_gradients="once" with {other}: sums there are those of whole gradients, reduced once'
+        )
 
 
 def check_gather_parameters(given: Any, split: Split, micro_batches: int, stages: bool) -> bool | None:

@@ -31,8 +31,8 @@ class Plan:
 
     - ``"gather_parameters"``: True gathers a split parameter once before forward and backward read it, so that
       activations stay split along the batch; False lets each op take the placement that costs least.
-    - ``"reduce_gradients"``: "once" adds up the gradients of several backward passes before they are reduced to the
-      placement of a split parameter's update; "each" reduces each of them, and adds up shards.
+    - ``"reduce_gradients"``: "once" adds up the gradients of several backward passes, or micro-batches, before they are
+      reduced to the placement of a split parameter's update; "each" reduces each of them, and adds up shards.
     - ``"reduce_dtype"``, ``"gather_dtype"``: a dtype or None; gradients are reduced, and parameters gathered, in this
       dtype where their own is wider.
     - ``"attention"``: the form of attention over split sequences, "gather", "ring" or "heads"; None: the cheapest.

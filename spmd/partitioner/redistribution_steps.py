@@ -21,10 +21,10 @@ _LOCAL = 1e-3
 def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[Placements, int, Placement]]:
     """The steps from ``source`` to ``target``: the placement before each, the axis that it changes, and its new entry.
 
-    Slices first, then sums (those over micro-batches, then those that leave a part, then the others, the nearest ranks
-    first), then gathers, so that little is communicated. A dim that several axes split is cut by the outermost one
-    first: an axis that would break this order is replicated, and cut in the end. Own rows are taken last, when no other
-    axis moves rows any more, and put back first, as a sum of one summand a rank.
+    Slices first, then sums (those over micro-batches, then those that leave a part, unless an axis says ``sums_last``,
+    then the others, the nearest ranks first), then gathers, so that little is communicated. A dim that several axes
+    split is cut by the outermost one first: an axis that would break this order is replicated, and cut in the end. Own
+    rows are taken last, when no other axis moves rows any more, and put back first, as a sum of one summand a rank.
     """
     current, goals = _on_many_ranks(source, mesh), _on_many_ranks(target, mesh)
     axes, runs = range(len(current)), _name_runs(current, goals, mesh)
@@ -40,7 +40,8 @@ def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[
     in_time = mesh.axes_with(AxisRole.MICRO_BATCHES)
     sums = [k for k in axes if isinstance(current[k], Partial)]
     leave_parts = {k for k in sums if isinstance(goals[k], Shard)}
-    sums.sort(key=lambda k: (k not in in_time, k not in leave_parts, k if k in leave_parts else -k))
+    first = leave_parts if any(mesh.axes[k].sums_last for k in in_time) else in_time
+    sums.sort(key=lambda k: (k not in first, k not in in_time, k not in leave_parts, k if k in leave_parts else -k))
     split = [k for k in reversed(axes) if isinstance(current[k], Shard)]
     for index in [*whole, *sums, *split, *axes]:
         goal = goals[index] if _keeps_order(current, goals, index, runs) else Replicate()

@@ -34,7 +34,7 @@ class RunsCertification(Certification):
         self.micros = [_micro_of(program) for program in last]
         shares = Shares(self.micros[0].count, len(last[0].mesh.axes), in_a_tree=last[0].same_bits)
         runs = [[inlined(each) for each in runs_of(program)] for program in last]
-        self.sums = [{each.name: _empty(each, shares) for each in program.inputs if _is_sum(each)} for program in last]
+        self.sums = [_empty(program, shares) for program in last]
         rows: list[list[dict[str, Any]]] = [[] for _ in last]
         turns = list(zip(*([*micro.idle_runs, *micro.runs] for micro in self.micros), strict=True))
         try:
@@ -102,14 +102,14 @@ def _micro_of(program: Program) -> MicroBatches:
     return program.micro_batches
 
 
-def _is_sum(declared: Input) -> bool:
-    return declared.role.is_of_runs
-
-
-def _empty(declared: Input, shares: Shares) -> Sum:
-    """An accumulator that is empty, or memory for what is gathered once, without a value."""
-    assert declared.dtype is not None
-    is_sum = declared.role is Role.ACCUMULATOR
-    found = torch.full(declared.shape, 0 if is_sum else symbols.UNWRITTEN, dtype=torch.int64)
-    mark: Tensor | int = symbols.mark_of(declared.dtype) | (shares.summed if is_sum else 0)
-    return Sum(shares, symbols.elements(found, mark))
+def _empty(program: Program, shares: Shares) -> dict[str, Sum]:
+    """Accumulators that are empty, and memory for what is gathered once, without a value."""
+    found = {}
+    for declared, node in zip(program.inputs, program.placeholders, strict=True):
+        if declared.role.is_of_runs:
+            assert declared.dtype is not None
+            is_sum = declared.role is Role.ACCUMULATOR
+            held = torch.full(node.meta["val"].shape, 0 if is_sum else symbols.UNWRITTEN, dtype=torch.int64)
+            mark: Tensor | int = symbols.mark_of(declared.dtype) | (shares.summed if is_sum else 0)
+            found[declared.name] = Sum(shares, symbols.elements(held, mark))
+    return found

@@ -40,8 +40,9 @@ SHORTER_END = {"parallel_style": "fully_shard", "gather_parameters": "each", "ro
     [
         (clipped, {"parallel_style": "fully_shard", "gather_parameters": "once"}),
         pytest.param(clipped, SHORTER_END, marks=pytest.mark.exhaustive),
+        (clipped, SHORTER_END | {"reduce_gradients": "each"}),
     ],
-    ids=["once", "each"],
+    ids=["once", "each", "reduced in each"],
 )
 def test_runs_of_a_step_are_shown(step: Any, options: dict[str, Any]) -> None:
     found = certificate(step, **options)

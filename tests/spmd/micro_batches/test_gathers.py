@@ -1,4 +1,4 @@
-"""Parameters that runs of a call gather, once in it or in each run: how often, and who decides."""
+"""Parameters that runs of a call gather, and gradients that they reduce: once in it, or in each run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
+from passes import Program, Role
 from tests.harness.fake import fake_world
 
 
@@ -47,6 +48,23 @@ def test_gathers_of_a_step(options: dict[str, Any], gathers: int) -> None:
     assert report.count("all_gather") == gathers
     assert report.memory["cpu"].roles["gathered"] > 0
     assert ("gathered once and kept in" in " ".join(report.notes)) == (gathers == 1)
+
+
+def test_reductions_of_a_step() -> None:
+    """Where each micro-batch reduces, a rank adds up its half of all gradients, instead of whole ones."""
+    steps = [compiled(64, reduce_gradients=how, gather_parameters="each") for how in ("once", "each")]
+    reports = [step.report() for step in steps]
+    assert [report.count("reduce_scatter") for report in reports] == [1, 4]
+    once, each = (accumulated(step.program) for step in steps)
+    assert once == 2 * each > 0
+    peaks = [report.memory["cpu"].peak for report in reports]
+    assert peaks[0] - peaks[1] > 0.9 * each
+
+
+def accumulated(program: Program) -> int:
+    """Bytes of the accumulators of gradients."""
+    pairs = zip(program.inputs, program.placeholders, strict=True)
+    return sum(node.meta["val"].nbytes for each, node in pairs if each.role is Role.ACCUMULATOR and each.shape)
 
 
 def test_a_step_decides_by_time_and_memory() -> None:

@@ -23,6 +23,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "replicate": {"parallel_style": "replicate"},
     "fully_shard": {"parallel_style": "fully_shard", "gather_parameters": "once"},
     "shard_optimizer": {"parallel_style": "replicate", "shard_optimizer": True},
+    "each": {"parallel_style": "fully_shard", "reduce_gradients": "each"},
 }
 
 
@@ -80,11 +81,12 @@ class Rows(Case):
         ("replicate", "masked", "SGD momentum"),
         ("fully_shard", "clipped", "AdamW fused"),
         ("shard_optimizer", "masked", "AdamW fused"),
+        ("each", "clipped", "AdamW fused"),
     ],
 )
 def test_numbers_are_those_of_the_whole_batch(ranks: Ranks, style: str, name: str, optimizer: str) -> None:
     """Of later programs, too: their third batch has five rows, which three do not divide."""
-    rows = Rows(name, optimizer)
+    rows = Rows(name, optimizer, tied=style == "each")
     assert_agrees(ranks, 2, Later(rows) if name == "clipped" else rows, STYLES[style] | {"micro_batches": 3})
 
 
@@ -124,6 +126,12 @@ def test_draws_follow_the_rows(rows: int, passes: Any) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.3), nn.Linear(7, 3)).double()
     mode = {"parallel_style": "fully_shard", "gather_parameters": "each"}
     assert verified(regress, model, rows, passes, micro_batches=3, **mode)
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_micro_batch_reduces_what_ranks_update() -> None:
+    mode = STYLES["shard_optimizer"] | {"reduce_gradients": "each"}
+    assert verified(masked, mlp(5, 7, 3), micro_batches=3, **mode)
 
 
 @pytest.mark.usefixtures("alone")
@@ -334,7 +342,7 @@ def test_wider_accumulators() -> None:
     ("options", "expected"),
     [
         ({"micro_batches": 0}, "1 or more"),
-        ({"micro_batches": 2, "reduce_gradients": "each"}, "accumulated whole"),
+        ({"micro_batches": 2, "reduce_gradients": "each", "axes": {"stages": "pp"}}, "with stages: sums there"),
         ({"micro_batches": 2, "defer_updates": True}, "leave out one of them"),
         ({"accumulate_dtype": torch.int64}, "a dtype of floating point"),
         ({"statistics": "per_micro_batch"}, "expected micro_batches="),

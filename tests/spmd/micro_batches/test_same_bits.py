@@ -239,6 +239,7 @@ def test_what_does_not_divide_is_refused(ranks: Ranks) -> None:
         ({"micro_batches": 2, "statistics": "per_micro_batch"}, "neither stages nor bits"),
         ({"virtual": 6}, "expected virtual, the parts of the global batch, to be 2, 4, 8, ..., got 6"),
         ({"accumulate_dtype": torch.float64}, 'expected no accumulate_dtype with bits="same"'),
+        ({"micro_batches": 2, "reduce_gradients": "each"}, 'expected reduce_gradients="once" with bits="same"'),
     ]:
         with pytest.raises(ValueError, match=message):
             spmd.DataParallel(bits="same", **options)
