@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
@@ -15,16 +16,21 @@ from spmd._torch import unregistered_gloo_group
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policy")
 
 
-def policies(of: set[int]) -> list[int]:
-    return sorted(map(os.sched_getscheduler, of))
+def policies() -> dict[int, int]:
+    """The policy of each thread; one that ends meanwhile has none."""
+    found = {}
+    for each in threads():
+        with suppress(ProcessLookupError):
+            found[each] = os.sched_getscheduler(each)
+    return found
 
 
 def test_a_group_has_one_thread_that_stays_behind_compute() -> None:
-    before = threads()
-    earlier = policies(before)  # those of other groups that are open, too
+    before = policies()  # those of other groups that are open, too
     group = unregistered_gloo_group("alone", 0, 1, dist.HashStore(), 10.0)
-    assert policies(threads() - before) == [os.SCHED_OTHER, os.SCHED_BATCH]
-    assert policies(before) == earlier
+    now = policies()
+    assert sorted(policy for each, policy in now.items() if each not in before) == [os.SCHED_OTHER, os.SCHED_BATCH]
+    assert all(now[each] == policy for each, policy in before.items() if each in now)
     del group
 
 
