@@ -98,12 +98,19 @@ class _Placing:
         self.fixed = set(self.nodes) - varying
         self.free = set(self.nodes) - of_state - set(self.grown)
         self.run_each = ancestors(self.grown)
+        self.fixed -= self._known_gradients() - self.free
         self.of_grown = descendants(self.nodes, set(self.grown))
 
     def _is_everywhere(self, node: fx.Node) -> bool:
         """Whether all stages have an input: arguments, numbers, and buffers that the step does not write."""
         declared = self.inputs[node]
         return not declared.role.is_state or (declared.role is Role.BUFFER and declared.name not in self.written)
+
+    def _known_gradients(self) -> set[fx.Node]:
+        """Those of micro-batches that no row decides, as of a mean: one stage has their parameters, and sends them."""
+        nodes = [node for node in self.nodes if node in self.run_each and node.meta.get("phase") is Phase.BACKWARD]
+        filled = {node for node in self.run_each if node.op == "call_function" and not node.all_input_nodes}
+        return descendants(nodes, filled)
 
     def placed(self, splits_backward: bool) -> Placed:
         """Forward in its order, backward towards earlier stages, and the update where state is."""
@@ -169,7 +176,8 @@ class _Placing:
             for each in node.all_input_nodes:
                 possible &= self._stages_with(each) or possible
             if not possible:
-                possible = {max(self.stages[each] for each in node.all_input_nodes if each in self._available)}
+                reads = [(each, self._stages_with(each)) for each in node.all_input_nodes]
+                possible = {max(self.stages.get(each, max(has)) for each, has in reads if has)}
             self.stages[node] = max(possible)
             if self.stages[node] > last:
                 raise PartitionError(

@@ -91,6 +91,22 @@ def translate_one(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Ten
     return loss
 
 
+def criticize(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).mean() + 0.1 * sum(p.square().sum() for p in model.parameters())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def test_a_gradient_that_no_row_decides_is_sent() -> None:
+    """The last stage has the weight that the gradient of a mean follows from."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    verified(criticize, model, optimizer, torch.randn(8, 4).double(), mesh={"pp": 2}, stages=["2"])
+
+
 def test_rows_are_returned() -> None:
     """pytorch#126600: 5 rows of a rank, in 5 micro-batches. All ranks get all rows that they pass."""
     torch.manual_seed(0)
