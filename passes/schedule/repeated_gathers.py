@@ -59,8 +59,9 @@ class RepeatedGathers:
         if self.are_worse:
             times, sizes, how = times[::-1], sizes[::-1], how[::-1]
         note = (
-            f"parameters are gathered {how[0]}: {times[0] * 1e3:,.2f} ms a step and {sizes[0] / 1e6:,.2f} MB at the "
-            f"peak by a first estimate, instead of {times[1] * 1e3:,.2f} ms and {sizes[1] / 1e6:,.2f} MB {how[1]}"
+            f"to gather parameters {how[0]} is better by a first estimate: {times[0] * 1e3:,.2f} ms a step and "
+            f"{sizes[0] / 1e6:,.2f} MB at the peak, instead of {times[1] * 1e3:,.2f} ms and {sizes[1] / 1e6:,.2f} MB "
+            f"{how[1]}"
         )
         return replace(in_all_runs(program, gathers_once=self.are_worse), notes=[*program.notes, note])
 

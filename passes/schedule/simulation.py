@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -111,23 +111,25 @@ def in_turn(timelines: Sequence[Timeline]) -> Timeline | None:
     if not timelines:
         return None
     ends = list(accumulate(each.seconds for each in timelines))
-    moved = [_moved(each, end - each.seconds) for each, end in zip(timelines, ends, strict=True)]
+    devices = dict.fromkeys(device for each in timelines for device in each.memory)
+    moved = [_moved(each, end - each.seconds, devices) for each, end in zip(timelines, ends, strict=True)]
     return Timeline(
         ends[-1],
         sum(each.compute for each in moved),
         tuple(transfer for each in moved for transfer in each.transfers),
         tuple(span for each in moved for span in each.spans),
-        {device: tuple(change for each in moved for change in each.memory[device]) for device in moved[0].memory},
+        {device: tuple(change for each in moved for change in each.memory[device]) for device in devices},
     )
 
 
-def _moved(timeline: Timeline, by: float) -> Timeline:
-    """The same, ``by`` seconds later."""
+def _moved(timeline: Timeline, by: float, devices: Iterable[str]) -> Timeline:
+    """The same, ``by`` seconds later, with nothing in use on the rest of these devices."""
+    memory = {device: timeline.memory.get(device, ((0.0, 0),)) for device in devices}
     return replace(
         timeline,
         transfers=tuple(replace(each, start=each.start + by, end=each.end + by) for each in timeline.transfers),
         spans=tuple(replace(each, start=each.start + by, end=each.end + by) for each in timeline.spans),
-        memory={k: tuple((at + by, size) for at, size in changes) for k, changes in timeline.memory.items()},
+        memory={k: tuple((at + by, size) for at, size in changes) for k, changes in memory.items()},
     )
 
 

@@ -4,11 +4,12 @@ Values that the other ranks of the host read are in an arena that they map. What
 written over in the next call, which begins with a barrier among all ranks (``consensus.py``): all have read it by then.
 
 A step runs one program at a time, and no value in an arena outlives a call, so all programs of a step share the arenas.
-Each is as large as the largest program needs.
+Each is as large as the largest program needs. So it is with what runs of a call hand on, from one to the next.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Protocol
 from weakref import WeakSet
@@ -32,6 +33,7 @@ class Arenas:
         self.keep_freed = keep_freed
         self.users: WeakSet[User] = WeakSet()
         self._arenas: dict[tuple[torch.device, bool], torch.Tensor] = {}
+        self._handed_on: list[torch.Tensor] = []
 
     def reserve(self, size: int, device: torch.device, shared: bool = False) -> torch.Tensor:
         """At least ``size`` bytes. All users release an arena that is too small before it is replaced."""
@@ -45,11 +47,22 @@ class Arenas:
             self._arenas[kind] = reserve(size, device, shared)
         return self._arenas[kind]
 
+    def handed_on(self, new: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Memory like ``new``, by any key: what another program of the step hands on between its runs, where equal."""
+        free, found = list(self._handed_on), dict[int, torch.Tensor]()
+        for key, tensor in new.items():
+            like = (tensor.shape, tensor.dtype, tensor.device)
+            at = next((k for k, each in enumerate(free) if (each.shape, each.dtype, each.device) == like), None)
+            found[key] = tensor if at is None else free.pop(at)
+            self._handed_on += [tensor] if at is None else []
+        return found
+
     def release(self) -> None:
         """Free all of it; the next call reserves anew."""
         for user in list(self.users):
             user.release()
         self._arenas.clear()
+        self._handed_on.clear()
 
 
 @cache

@@ -55,6 +55,7 @@ class Runs:
 
     program: Program
     executable: Executable
+    arenas: Arenas
     opening: Executable | None = None
     accumulators: dict[int, torch.Tensor] = field(default_factory=dict)
     is_read_by_peers: bool = False  # whether values of a run lie in memory that ranks share
@@ -73,7 +74,7 @@ class Runs:
         if micro.opening is not None:
             opening = lower(accumulating(micro.opening, micro.joined), arenas, Commit(), regions, cuda_graphs)
             is_read = is_read or has_shared_arena(micro.opening.graph)
-        return cls(program, executable, opening, is_read_by_peers=is_read)
+        return cls(program, executable, arenas, opening, is_read_by_peers=is_read)
 
     def accumulate(self, inputs: Sequence[Any], commit: Commit) -> tuple[list[Any], list[list[Any]]]:
         """Run all but the last micro-batch, on the inputs of a call; returns the inputs of the last one, and rows.
@@ -83,7 +84,7 @@ class Runs:
         """
         micro, given = self.program.micro_batches, list(inputs)
         assert micro is not None
-        self.accumulators = self.accumulators or new_accumulators(self.program)
+        self.accumulators = self.accumulators or self.arenas.handed_on(new_accumulators(self.program))
         for k, memory in self.accumulators.items():
             given[k] = memory
         gather_rows(self.program, given)

@@ -21,7 +21,7 @@ from passes.ir.collectives import WAIT, c10d
 from passes.runtime.host_memory import to_device, to_host, wait_copy
 from passes.schedule.node_costs import NodeCosts
 from passes.schedule.rates import Rates
-from passes.schedule.simulation import Cause, Timeline, simulate
+from passes.schedule.simulation import Cause, Timeline, in_turn, simulate
 
 from ..programs import GROUP, f64
 
@@ -255,6 +255,13 @@ def test_memory_in_use_by_the_second() -> None:
     assert max(size for second, size in changes if second == 1.0) == x + matrix + result + matrix
     assert max(size for second, size in changes if second == 2.0) == x + matrix + result + 2 * matrix
     assert [size for _, size in changes][-2:] == [x + 2 * number, x]  # what is returned, and after the call
+
+
+def test_memory_of_steps_in_turn_is_that_of_all_their_devices() -> None:
+    first, second = (Timeline(1.0, 1.0, (), (), {device: ((0.5, 8),)}) for device in ("cpu", "cpu, shared"))
+    found = in_turn([first, second])
+    assert found is not None
+    assert found.memory == {"cpu": ((0.5, 8), (1.0, 0)), "cpu, shared": ((0.0, 0), (1.5, 8))}
 
 
 def test_it_is_linear_in_the_number_of_nodes() -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import spmd
 from passes import Program, Role
+from spmd.lowering.arenas import Arenas
 from tests.harness.fake import fake_world
 
 
@@ -71,9 +72,17 @@ def test_a_step_decides_by_time_and_memory() -> None:
     """Small layers wait for gathers more than they compute; what does not fit a budget gathers in each micro-batch."""
     step = compiled(512)
     (note,) = (each for each in step.report().notes if "by a first estimate" in each)
-    assert note.startswith("parameters are gathered once in a step: ") and step.program.gathers_once
+    assert note.startswith("to gather parameters once in a step is better ") and step.program.gathers_once
     found = re.search(r"memory: ([\d.]+) MB planned", " ".join(compiled(512, memory=10**9).report().notes))
     assert found is not None
     step = compiled(512, memory=int(float(found[1]) * 1e6) - 500_000)
     assert not step.program.gathers_once
     assert any("parameters are gathered in each micro-batch (" in each for each in step.report().notes)
+
+
+def test_programs_of_a_step_share_what_runs_hand_on() -> None:
+    """A program for evaluation, or for other batches, gathers into the memory of the first one."""
+    arenas = Arenas()
+    first = arenas.handed_on({1: torch.zeros(3), 2: torch.zeros(3), 3: torch.zeros(2)})
+    other = arenas.handed_on({5: torch.zeros(3), 6: torch.zeros(3, dtype=torch.float64), 7: torch.zeros(3)})
+    assert first[1] is not first[2] and other[5] is first[1] and other[7] is first[2]
