@@ -60,14 +60,22 @@ _OF_ELEMENTS = set(
 # each rank draws all, as one device would.
 _OF_WHOLES = set(
     "apply_ map_ map2_ normal_ uniform_ kaiming_normal_ kaiming_uniform_ bernoulli_ random_ exponential_ cauchy_ "
-    "log_normal_ geometric_ rand_like randn_like randint_like bernoulli normal multinomial poisson dropout".split()
+    "log_normal_ geometric_ rand_like randn_like randint_like bernoulli normal multinomial poisson dropout dropout_ "
+    "dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout "
+    "feature_alpha_dropout_ rrelu rrelu_ gumbel_softmax binomial _standard_gamma _sample_dirichlet".split()
 )
+# Functions that return views, some of them where they can.
 _VIEWS = set(
-    "__getitem__ detach select narrow view view_as reshape flatten chunk split unbind tensor_split diagonal unfold "
-    "squeeze unsqueeze transpose t permute movedim __iter__".split()
+    "__getitem__ __iter__ adjoint as_strided atleast_1d atleast_2d atleast_3d broadcast_to chunk detach diagonal "
+    "dsplit expand expand_as flatten hsplit moveaxis movedim narrow permute ravel reshape reshape_as select split "
+    "split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsqueeze view "
+    "view_as vsplit".split()
 )
 # What torch says where a DTensor meets plain tensors, has no memory, or where a function has no rule for its split.
-_NO_RULE = ("mixed torch.Tensor and DTensor", "invalid python storage", "Sharding propagation failed")
+_NO_RULE = (
+    *("mixed torch.Tensor and DTensor", "invalid python storage", "Sharding propagation failed"),
+    "not supported with DTensor",
+)
 
 
 class SplitTensor(DTensor):
@@ -203,46 +211,44 @@ def _with_local(tensor: DTensor, local: Tensor, placements: Sequence[Any] | None
 
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not args:  # as ``nn.init`` passes its tensor on
+        key = next(iter(kwargs))
+        args, kwargs = (kwargs[key],), {other: value for other, value in kwargs.items() if other != key}
     if func in _NUMBERS:
         return func(_whole(args[0]), *args[1:], **kwargs)
     if func in _SHARED or (func in _MEMORY and any(placement.is_shard() for placement in args[0].placements)):
         raise SpmdError(f"the memory of a tensor that is split over the ranks is not the whole tensor's: {_WAYS_OUT}")
-    if (func is Tensor.__setitem__ and isinstance(args[0], CopiedView)) or _writes_to(CopiedView, func, args):
+    if (func is Tensor.__setitem__ and isinstance(args[0], DTensor)) or _writes_to(CopiedView, func, args, kwargs):
         others, options = tree_map(_whole, (args[1:], kwargs))
         _write_through(args[0], func.__name__, lambda view: func(view, *others, **options))
         return args[0]
     if func is Tensor.copy_ and isinstance(args[0], DTensor) and not isinstance(args[1], DTensor):
         return _write_part(*args[:2])
-    if any(isinstance(each, DTensor) and is_on_stages(each) for each in tree_flatten((args, kwargs))[0]):
-        return _of_stages(func, args, kwargs)
-    if func is Tensor.__setitem__ and isinstance(args[0], DTensor):
-        whole = _whole(args[0].detach()).clone()
-        func(whole, *tree_map(_whole, args[1:]))
-        _write_part(args[0], whole)
-        return None
+    on_stages = any(isinstance(each, DTensor) and is_on_stages(each) for each in tree_flatten((args, kwargs))[0])
+    if func is Tensor.copy_ and isinstance(args[0], DTensor) and on_stages:
+        return _assign(*args[:2])
     if isinstance(out := kwargs.get("out"), DTensor):
         others = {key: value for key, value in kwargs.items() if key != "out"}
-        return _assign(out, func(*tree_map(_whole, args), **tree_map(_whole, others)))
+        whole = func(*tree_map(_whole, args), **tree_map(_whole, others), out=_whole(out).detach().clone())
+        if not isinstance(out, CopiedView):
+            return _assign(out, whole)
+        _write_through(out, func.__name__, lambda view: view.copy_(whole))
+        return out
     name = getattr(func, "__name__", "")
-    if name in _OF_WHOLES and "tensor" in kwargs:  # of ``nn.init``
-        args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
-    if name in _OF_WHOLES and _writes_to(DTensor, func, args):
+    of_wholes = on_stages or name in _OF_WHOLES
+    if of_wholes and _writes_to(DTensor, func, args, kwargs):
         return _write_whole(func, args, kwargs)
-    if name in _OF_WHOLES or (name in _OF_ELEMENTS and any(map(_has_empty_part, tree_flatten((args, kwargs))[0]))):
-        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+    if of_wholes or (name in _OF_ELEMENTS and any(map(_has_empty_part, tree_flatten((args, kwargs))[0]))):
+        found = func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+    else:
+        found = _computed(func, args, kwargs)
     is_view = name in _VIEWS and isinstance(args[0], DTensor)
-    is_view = is_view and not any(isinstance(each, Tensor) for each in tree_flatten(args[1:])[0])
-    found = _computed(func, args, kwargs)
-    return _as_views(found, args[0], lambda whole: func(whole, *args[1:], **kwargs)) if is_view else found
 
+    def view_of(whole: Tensor) -> Any:
+        return func(whole, *args[1:], **kwargs)
 
-def _of_stages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A copy is of parts; all else is computed of whole tensors."""
-    if func is Tensor.copy_ and isinstance(args[0], DTensor):
-        return _assign(*args[:2])
-    if _writes_to(DTensor, func, args):
-        raise SpmdError(f"{func.__name__} writes into a tensor that stages of a pipeline keep: {_WAYS_OUT}")
-    return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+    is_view = is_view and _is_view(view_of, args[0], func is Tensor.__getitem__)
+    return _as_views(found, args[0], view_of) if is_view else found
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,7 +258,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except (RuntimeError, NotImplementedError) as error:
         if not _is_of_dtensors(error):
             raise
-        if _writes_to(DTensor, func, args):
+        if _writes_to(DTensor, func, args, kwargs):
             return _write_whole(func, args, kwargs)
         return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
     if isinstance(found, DTensor) and any(placement.is_partial("avg") for placement in found.placements):
@@ -265,10 +271,10 @@ def _is_of_dtensors(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or any(each in str(error) for each in _NO_RULE)
 
 
-def _writes_to(kind: type[DTensor], func: Any, args: tuple[Any, ...]) -> bool:
+def _writes_to(kind: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     name = str(getattr(func, "__name__", ""))
-    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return in_place and any(isinstance(each, kind) for each in tree_flatten(args[:1])[0])
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
+    return bool(in_place) and any(isinstance(each, kind) for each in tree_flatten(args[:1])[0])
 
 
 def _has_empty_part(value: Any) -> bool:
@@ -280,8 +286,19 @@ def _has_empty_part(value: Any) -> bool:
     return any(length <= (size - 1) * -(-length // size) for length, size in split_over)
 
 
+def _is_view(view_of: Callable[[Tensor], Any], source: DTensor, is_index: bool) -> bool:
+    """Whether a function of a plain tensor returns views of it, as those of indices and of other dtypes do not."""
+    plain = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    try:
+        views = tree_flatten(view_of(plain))[0]
+    except RuntimeError:  # it depends on values, as rows of a mask do, which are no view
+        return not is_index
+    return any(isinstance(each, Tensor) and storage_id(each) == storage_id(plain) for each in views)
+
+
 def _as_views(found: Any, source: DTensor, view_of: Callable[[Tensor], Any]) -> Any:
     """Views of ``source``; those that lie elsewhere are marked as copies, whole ones as replicated DTensors."""
+    is_copy = isinstance(source, CopiedView)
 
     def marked(view: Any) -> Any:
         if not isinstance(view, Tensor):
@@ -289,7 +306,7 @@ def _as_views(found: Any, source: DTensor, view_of: Callable[[Tensor], Any]) -> 
         if not isinstance(view, DTensor):
             mesh = source.device_mesh
             view = split(DTensor.from_local(view, mesh, [Replicate()] * mesh.ndim, run_check=False))
-        elif not isinstance(source, CopiedView) and storage_id(local_tensor(view)) == storage_id(local_tensor(source)):
+        elif view is source or (not is_copy and storage_id(local_tensor(view)) == storage_id(local_tensor(source))):
             return view
         view.__class__ = CopiedView
         if isinstance(found, Tensor):
@@ -302,7 +319,7 @@ def _as_views(found: Any, source: DTensor, view_of: Callable[[Tensor], Any]) -> 
 def _write_through(tensor: Any, name: str, write: Callable[[Tensor], Any]) -> None:
     """Let ``write`` write into a whole tensor, or into a view of one, of which ranks keep their parts."""
     if isinstance(tensor, DTensor) and not isinstance(tensor, CopiedView):
-        whole = _whole(tensor.detach()).clone()
+        whole = _whole(tensor).detach().clone()
         write(whole)
         _write_equal(tensor, whole)
         return
@@ -344,7 +361,7 @@ def _write_part(live: DTensor, whole: Tensor) -> DTensor:
 
 def _write_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let ``func`` write into a whole tensor, or a list of them, of which ranks keep their parts."""
-    wholes = tree_map(lambda each: _whole(each.detach()).clone(), args[0])
+    wholes = tree_map(lambda each: _whole(each).detach().clone(), args[0])
     func(wholes, *tree_map(_whole, args[1:]), **tree_map(_whole, kwargs))
     for live, whole in zip(tree_flatten(args[0])[0], tree_flatten(wholes)[0], strict=True):
         _write_equal(live, whole) if isinstance(live, DTensor) else live.detach().copy_(whole)
@@ -352,13 +369,12 @@ def _write_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _write_equal(live: DTensor, whole: Tensor) -> None:
-    """Write this rank's part of ``whole``; replicas get that of the first, since each may have drawn its own."""
-    local = local_tensor(_write_part(live, whole))
+    """Write this rank's part of ``whole``; what several ranks keep is the first's: each may draw its own."""
+    whole = whole.contiguous()
     for k, placement in enumerate(live.placements):
-        if placement.is_replicate():
-            sent = local.contiguous()
-            dist.broadcast(sent, group=live.device_mesh.get_group(k), group_src=0)
-            local.copy_(sent)
+        if placement.is_replicate() or isinstance(placement, OnStage):
+            dist.broadcast(whole, group=live.device_mesh.get_group(k), group_src=0)
+    _write_part(live, whole)
 
 
 def _whole(value: Any) -> Any:
@@ -378,4 +394,4 @@ def _reduced(found: DTensor) -> DTensor:
     if any(placement.is_partial() for placement in found.placements):
         done = [Replicate() if placement.is_partial() else placement for placement in found.placements]
         found = found.redistribute(placements=done)
-    return split(found)
+    return found if isinstance(found, SplitTensor) else split(found)

@@ -84,6 +84,14 @@ def goes_anywhere(rank: int, world: int, folder: Path) -> list[str]:
     for p, q in zip(plain[0].parameters(), one[0].parameters(), strict=True):
         if not torch.allclose(2 * p.grad, q.grad.full_tensor(), 1e-9, 1e-12):  # type: ignore[union-attr, operator]
             lines.append(f"written back: {q.grad}")
+    for p, q in zip(plain[0].parameters(), one[0].parameters(), strict=True):
+        for each in (p.data, q.data):
+            torch.manual_seed(0)
+            each.normal_().mul_(2).add_(torch.ones(each.shape))[0].zero_()
+            each.view(-1)[1:].add_(torch.rand_like(each).view(-1)[1:])
+            each[1:2] = each[:1] + 1
+        if not torch.equal(p, q.full_tensor()):  # type: ignore[operator]
+            lines.append(f"written and drawn: {q}")
     return lines
 
 

@@ -41,10 +41,23 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "items of a view": lambda t: t.view(-1).__setitem__(t.abs().flatten().topk(3).indices, 0.0),
     "a row, detached": lambda t: t[0].detach().add_(torch.ones(3, dtype=torch.float64)),
     "a column": lambda t: t.t()[1].copy_(torch.ones(4, dtype=torch.float64)),
+    "a row, initialized": lambda t: (nn.init.constant_(t[0], 5.0), nn.init.normal_(t[1:3])),
+    "rows, initialized": lambda t: (nn.init.orthogonal_(t[:3]), nn.init.eye_(t[1:3]), nn.init.kaiming_uniform_(t[2:])),
+    "other views": lambda t: [v.mul_(3) for v in (t.swapaxes(0, 1), t.ravel())] + [t.data.ravel().add_(1)],
+    "views of a row": lambda t: [t[0].expand(3).mul_(3), t[1].contiguous().add_(1), t[2].to(torch.float64).add_(2)],
+    "views by shape": lambda t: (t[:1].expand_as(torch.ones(1, 3)).mul_(3), t.as_strided((3,), (1,)).mul_(2)),
+    "by keyword": lambda t: torch.select(input=t, dim=0, index=1).mul_(2),
+    "no view": lambda t: (t[[0, 2]].mul_(2), t[t > 0].mul_(2), t[1].float().mul_(2)),
+    "diagonal": lambda t: t.fill_diagonal_(1.0),
+    "dropped in place": lambda t: [nn.functional.dropout(each, inplace=True) for each in (t, t[0])],
+    "dropped otherwise": lambda t: torch.dropout_(t.copy_(nn.functional.alpha_dropout(t, 0.5, True)), 0.5, True),
+    "out of draws": lambda t: torch.randn(4, 3, dtype=torch.float64, out=t.data),
+    "out of a row": lambda t: torch.mul(t[0], 2.0, out=t[1]),
 }
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "data of a row": lambda t: t[0].data.zero_(),
     "chunk": lambda t: t.chunk(2)[0].fill_(8.0),
+    "rows of sizes": lambda t: t.split_with_sizes([1, 3])[0].fill_(8.0),
     "unbind": lambda t: t.unbind(0)[0].fill_(8.0),
 }
 READS: dict[str, Callable[[Tensor], Tensor]] = {
