@@ -170,11 +170,11 @@ class Dispatch:
         if connection is None:
             return False
         edits = compiled.edits if compiled is not None else None
-        names, tensors = (edits.names, edits.tensors(live.tensors)) if edits and live else ([], [])
+        state = (edits.names, edits.parts, edits.tensors(live.tensors)) if edits and live else ([], [], [])
         with notifying(connection, self.name):
             gather = partial(connection.all_gather_text, what=self.name)
             ranks = connection.members.ranks
-            written, unequal = compare_edits(self.name, names, tensors, [*turn.made], ranks, gather)
+            written, unequal = compare_edits(self.name, *state, [*turn.made], ranks, gather)
         if unequal:
             connection.is_in_call = False  # all ranks know, and none has changed anything
             raise EditedError(unequal)

@@ -62,7 +62,7 @@ from .shared_captures import ServingCapture
 from .stages.stage_axis import check_without_stages
 from .state.background_reads import READS
 from .state.distribute import Prepared, check_memory, commit, prepare
-from .state.edits import EditedError, compare_edits, edited_before, whole_state
+from .state.edits import EditedError, compare_edits, copied_state, edited_before
 from .state.equal_on_ranks import make_kept_equal
 from .state.initialize import check_initializable, initialize, seed_to_initialize
 from .state.replace_parameters import rebind_replaced_parameters
@@ -194,7 +194,7 @@ class StepCompiler:
             uneven=call.uneven,
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, made.reads, captured, modes),
-            whole=whole_state(call, local.inputs),
+            copied=copied_state(call, local),
             any_size=made.any_size,
         )
 
@@ -403,7 +403,7 @@ class StepCompiler:
         names, edited = [*state], edited_before(call)
         made = [k for k, name in enumerate(names) if name in edited]
         ranks, gather = agreement.members, agreement.all_gather_text
-        _, unequal = compare_edits(self._name, names, [*state.values()], made, ranks, gather)
+        _, unequal = compare_edits(self._name, names, [""] * len(names), [*state.values()], made, ranks, gather)
         if unequal:
             raise EditedError(unequal)
 

@@ -49,7 +49,7 @@ class Compiled:
     uneven: dict[str, int]  # see ``Call``
     connection: Connection | None  # of the ranks that run it together
     guards: Guards
-    whole: set[str]  # names of state that is to be the same on all ranks
+    copied: dict[str, str]  # see ``copied_state``
     any_size: AnySize | None = None  # the trace that it was made from, if that serves other sizes of its arguments, too
     left: str = ""  # the reason that no later call runs it, on any rank
     edits: Edits = field(init=False)
@@ -61,7 +61,7 @@ class Compiled:
 
     def __post_init__(self) -> None:
         names = self.guards.layout.names
-        self.edits = Edits(names, self.whole)
+        self.edits = Edits(names, self.copied)
         self.inputs = Inputs(self.program, self.captured, self.guards, self.added)
         self._results = Results(self.program, self.captured, names, self.device_mesh)
         self._equal = EqualInputs(self.captured, self.guards, self.inputs.draws, self.connection is not None)

@@ -1,4 +1,4 @@
-"""Edits: writes between calls to state that all ranks have whole, which part the ranks unless all make the same.
+"""Edits: writes between calls to state that ranks have equal copies of, which part the ranks unless all make the same.
 
 Torch counts the writes to a tensor. Each program remembers the counts at the end of its calls, so that a call at which
 nothing was written costs a read of them. What was written to is compared between the ranks, by hashes: always where
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from passes import Input, RankMismatchError, Role
+from passes import Program, RankMismatchError, Role
 
-from .._torch import version_of
+from .._torch import local_tensor, version_of
 from ..call.call import Call
 from ..ranks.equal_values import contents, digest, hash_of
 
@@ -31,11 +31,12 @@ class EditedError(RankMismatchError):
 
 
 class Edits:
-    """The edits of the state of one program. ``names``: of the tensors of a call; ``whole``: of those compared."""
+    """The edits of the state of one program. ``names``: of the tensors of a call; ``copied``: as ``copied_state``."""
 
-    def __init__(self, names: Sequence[str], whole: set[str]) -> None:
-        self._positions = [k for k, name in enumerate(names) if name in whole]
+    def __init__(self, names: Sequence[str], copied: Mapping[str, str]) -> None:
+        self._positions = [k for k, name in enumerate(names) if name in copied]
         self.names = [names[k] for k in self._positions]
+        self.parts = [copied[name] for name in self.names]
         self._ids: list[int] = []
         self._references: list[weakref.ref[torch.Tensor]] = []
         self._versions: list[int] = []
@@ -92,17 +93,18 @@ class Edits:
             _last = None
 
 
-def whole_state(call: Call, inputs: Sequence[Input]) -> set[str]:
-    """The names of state that all ranks have whole, and that is to be the same on all."""
+def copied_state(call: Call, program: Program) -> dict[str, str]:
+    """The names of state of which several ranks have equal copies, each with the part that this rank has: "" is all."""
     if not call.mode.sync:
-        return set()
-    ignored = call.annotations.ignored
-    return {
-        each.name
-        for each in inputs
-        if each.role.is_state and each.role is not Role.GRADIENT and each.name not in ignored
-        if all(entry.is_replicate() for entry in each.placement)
-    }
+        return {}
+    ignored, axes, copied = call.annotations.ignored, program.mesh.axes, dict[str, str]()
+    for each in program.inputs:
+        if each.role.is_state and each.role is not Role.GRADIENT and each.name not in ignored:
+            entries = [(axis, entry) for axis, entry in zip(axes, each.placement, strict=False) if axis.size > 1]
+            split = [f"{axis.name}={axis.coordinate}" for axis, entry in entries if not entry.is_replicate()]
+            if len(split) < len(entries) or not entries:
+                copied[each.name] = " ".join(split)
+    return copied
 
 
 def edited_before(call: Call) -> dict[str, torch.Tensor]:
@@ -123,6 +125,7 @@ def number_of(made: Mapping[int, int]) -> int:
 def compare_edits(
     what: str,
     names: Sequence[str],
+    parts: Sequence[str],
     tensors: Sequence[torch.Tensor],
     made: Sequence[int],
     ranks: Sequence[int],
@@ -130,8 +133,9 @@ def compare_edits(
 ) -> tuple[bool, str]:
     """Compare what some rank wrote to: whether any did, and a sentence on the first tensor that differs, if one does.
 
-    All ranks call it. ``made``: indices of what this one wrote to. Where ranks have other ``names``, which is for the
-    caller to report, nothing is compared.
+    All ranks call it. ``parts``: what each tensor is of the one that it is named for; ranks with equal parts are
+    compared. ``made``: indices of what this one wrote to. Where ranks have other ``names``, which is for the caller to
+    report, nothing is compared.
     """
     own = [hashlib.sha256(repr(names).encode()).hexdigest(), hex(sum(1 << k for k in made))]
     gathered = [json.loads(text) for text in all_gather_text(json.dumps(own))]
@@ -139,24 +143,39 @@ def compare_edits(
         return False, ""
     by_rank = [int(bits, 16) for _, bits in gathered]
     written = [k for k in range(len(names)) if reduce(or_, by_rank) >> k & 1]
-    hashes = [hash_of(tensors[k]) for k in written]
-    if len({*all_gather_text(hashlib.sha256("".join(hashes).encode()).hexdigest())}) == 1:
+    own = [f"{parts[k]} {hash_of(local_tensor(tensors[k]))[:16]}" for k in written]
+    if len({*all_gather_text(hashlib.sha256("".join(own).encode()).hexdigest())}) == 1:
         return bool(written), ""
-    shown = [json.loads(text) for text in all_gather_text(json.dumps([each[:16] for each in hashes]))]
-    differing = next(k for k, each in zip(written, zip(*shown, strict=True), strict=True) if len({*each}) > 1)
-    values = all_gather_text(contents(tensors[differing]))
-    return True, _sentence(what, names[differing], ranks, values, [bits >> differing & 1 for bits in by_rank])
+    shown = zip(*(json.loads(text) for text in all_gather_text(json.dumps(own))), strict=True)
+    differing = next((k for k, each in zip(written, shown, strict=True) if _differ(each)), None)
+    if differing is None:
+        return True, ""
+    values = all_gather_text(json.dumps([parts[differing], contents(local_tensor(tensors[differing]))]))
+    pairs = [tuple(json.loads(text)) for text in values]
+    return True, _sentence(what, names[differing], ranks, pairs, [bits >> differing & 1 for bits in by_rank])
 
 
-def _sentence(what: str, name: str, ranks: Sequence[int], values: Sequence[str], made: Sequence[int]) -> str:
-    other = next(k for k, value in enumerate(values) if value != values[0])
+def _differ(found: Sequence[str]) -> bool:
+    """Whether two ranks that have one part have other hashes of it."""
+    return len({*found}) > len({each.rpartition(" ")[0] for each in found})
+
+
+def _sentence(
+    what: str, name: str, ranks: Sequence[int], values: Sequence[tuple[str, str]], made: Sequence[int]
+) -> str:
+    first, other = next(
+        (j, k)
+        for k, (part, value) in enumerate(values)
+        for j in range(k)
+        if values[j][0] == part and values[j][1] != value
+    )
     writers = [str(rank) for rank, wrote in zip(ranks, made, strict=True) if wrote]
     where = "all ranks" if len(writers) == len(ranks) else f"rank {', '.join(writers)} alone"
     return (
-        f"{name} is no longer the same on all ranks of {what}: rank {ranks[0]} has {values[0]}, rank {ranks[other]} "
-        f"{values[other]}. It was written to between calls, on {where}: make the same edit on all ranks (load a file "
-        "on each, draw noise from a generator with one seed, run a forward in train() mode on none), or call "
-        "recover() of the step on all ranks, which gives them the state of the first"
+        f"{name} is no longer the same on all ranks of {what}: rank {ranks[first]} has {values[first][1]}, "
+        f"rank {ranks[other]} {values[other][1]}. It was written to between calls, on {where}: make the same edit on "
+        "all ranks (load a file on each, draw noise from a generator with one seed, run a forward in train() mode on "
+        "none), or call recover() of the step on all ranks, which gives them the state of the first"
     )
 
 

@@ -24,7 +24,7 @@ from .equal_on_ranks import broadcast_along
 def recover(call: Call, ranks: MeshRanks, what: str, is_edited: bool = False) -> None:
     """Copy the state of ``call`` from the rank that has it whole and oldest to all others; all ranks call it.
 
-    ``is_edited``: all have it whole, but have written other values to what is not split; then the first rank's counts.
+    ``is_edited``: all have it whole, but have written other values to equal copies; then those of the first rank count.
 
     Raises ``SpmdError`` on all ranks, and changes nothing, where no rank has it whole, or where it is split.
     """
@@ -42,11 +42,11 @@ def recover(call: Call, ranks: MeshRanks, what: str, is_edited: bool = False) ->
         return
     call.groups.communicate_in(connection)
     slots = [slot for slot in call.slots if not (is_equal and _is_of_one_rank(slot, call))]
-    _check(call, slots, connection, whole, what)
+    _check([] if is_equal else slots, connection, whole, what)
     updates, source = min(whole)
     with torch.no_grad():
         for slot in slots:
-            _copy(local_tensor(slot.get()), call, source)
+            _copy(slot, call, source)
     _copy_numbers(call, connection, source, what)
     connection.standing.restore(updates)
     allow_all(call.given)
@@ -73,10 +73,10 @@ def _connection(ranks: MeshRanks, what: str, carried: Standing | None, partly: s
 
 def _is_of_one_rank(slot: Slot, call: Call) -> bool:
     ignored = slot.input.name in call.annotations.ignored
-    return ignored or is_sharded(slot.input.placement) or is_pending(slot.input.placement)
+    return ignored or is_pending(slot.input.placement)
 
 
-def _check(call: Call, slots: Sequence[Slot], connection: Connection, whole: list[tuple[int, int]], what: str) -> None:
+def _check(slots: Sequence[Slot], connection: Connection, whole: list[tuple[int, int]], what: str) -> None:
     """Raise ``SpmdError`` on all ranks if one of them cannot recover."""
     names = [slot.input.name for slot in slots]
     split = [slot.input.name for slot in slots if is_sharded(slot.input.placement)]
@@ -93,12 +93,14 @@ def _check(call: Call, slots: Sequence[Slot], connection: Connection, whole: lis
         raise SpmdError(f"{what} cannot recover: {found[0]}. Load a checkpoint on all ranks")
 
 
-def _copy(tensor: torch.Tensor, call: Call, source: int) -> None:
-    """From the ``source``-th rank of the mesh to all: along the first axis, then along the next."""
+def _copy(slot: Slot, call: Call, source: int) -> None:
+    """From the ``source``-th rank of the mesh to all that have the same part: along the first axis, then the next."""
     mesh = call.device_mesh
     coordinate = [int(k[0]) for k in torch.unravel_index(torch.tensor([source]), mesh.mesh.shape)]
+    split = {k for k, entry in enumerate(slot.input.placement) if not entry.is_replicate()}
     for axis, position in enumerate(coordinate):
-        broadcast_along(tensor, call, axis, position)
+        if axis not in split:
+            broadcast_along(local_tensor(slot.get()), call, axis, position)
 
 
 def _copy_numbers(call: Call, connection: Connection, source: int, what: str) -> None:

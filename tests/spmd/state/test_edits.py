@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import spmd
 from spmd import dispatch
+from spmd._torch import local_tensor
 from spmd.state import edits
 from tests.harness.pool import Ranks
 
@@ -93,7 +95,7 @@ def parted(rank: int, world: int, edit: Callable[..., None], mode: Any, rows: in
     step.recover()
     for k in (5, 6):
         step(model, optimizer, *batch(rank, k))
-    return errors, [tensor.detach().clone() for tensor in spmd.state_dict(model).values()]
+    return errors, [tensor.detach().clone() for tensor in map(local_tensor, spmd.state_dict(model).values())]
 
 
 CASES = [
@@ -109,6 +111,26 @@ def test_an_edit_that_parts_the_ranks_is_named_and_can_be_mended(ranks: Ranks, e
     assert EDITS.get(edit, "momentum_buffer[model.2.bias]") in errors[0]
     assert ("on all ranks: make" if edit is noise else "on rank 1 alone: make") in errors[0]
     assert all(map(torch.equal, states, others))
+
+
+def scaled(model: nn.Module, optimizer: Any, rank: int) -> None:
+    if rank == 3:
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+
+
+def parted_replicas(rank: int, world: int) -> tuple[list[str], list[Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return parted(rank, world, scaled, spmd.DataParallel("fully_shard", mesh=mesh), 3)
+
+
+def test_an_edit_that_parts_the_replicas_of_a_shard_is_named_and_can_be_mended(ranks: Ranks) -> None:
+    """Rank 3 writes to its shard, which rank 1 has, too; no other rank has another copy of it."""
+    results = ranks.run(4, parted_replicas)
+    assert all(errors == results[0][0] for errors, _ in results)
+    assert "model.0.weight is no longer the same on all ranks of train: rank 1 has" in results[0][0][0]
+    for (_, states), (_, others) in zip(results[:2], results[2:], strict=True):
+        assert all(map(torch.equal, states, others))
 
 
 def equal_edits(rank: int, world: int, mode: Any) -> tuple[list[float], int, list[Tensor]]:
@@ -186,7 +208,7 @@ def test_a_tensor_is_not_taken_for_a_dead_one_of_its_id(monkeypatch: pytest.Monk
     monkeypatch.setattr(edits, "_last", None)
     monkeypatch.setattr(edits, "_versions", {})
     names = [f"w{k}" for k in range(900)]
-    own = edits.Edits(names, {*names})
+    own = edits.Edits(names, dict.fromkeys(names, ""))
     for _ in range(5):
         kept = [torch.zeros(2) for _ in names]  # others than those before, which die
         own.note(kept)
