@@ -41,7 +41,6 @@ class StateSwap:
         self.fake_of = {slot.input.name: fake for slot, fake in parameters}
         self.live_of = {slot.input.name: slot.get() for slot, _ in parameters}
         self.skipped = SkippedSteps()
-        self.fake_states: dict[int, WatchedState] = {}  # of optimizers, by the id of the live one
         self.fake_state: dict[int, dict[Any, Any]] = {}  # by the id of the live state dict of one parameter
         self.entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # (holder, key, fake) of swapped entries
         self.attributes: list[Snapshot] = []  # of modules and optimizers, as the step finds them
@@ -61,8 +60,10 @@ class StateSwap:
             self._swap_gradients(stack)
             # All are looked at before the form of one is changed: they may share their groups.
             traced = {path: TracedOptimizer(optimizer, self.recorder) for path, optimizer in self.optimizers.items()}
+            # By the id of the live one: what wraps an optimizer may share its state. A state refers to this swap.
+            states = dict[int, WatchedState]()
             for path, each in traced.items():
-                self._swap_optimizer(stack, path, each)
+                self._swap_optimizer(stack, path, each, states)
             self.groups = self._groups()
             self._swap_scalers(stack)
             stack.enter_context(other_optimizers(self.optimizers.values(), self.recorder))
@@ -121,14 +122,16 @@ class StateSwap:
 
         stack.callback(fake.register_post_accumulate_grad_hook(tag).remove)
 
-    def _swap_optimizer(self, stack: ExitStack, path: str, traced: TracedOptimizer) -> None:
+    def _swap_optimizer(
+        self, stack: ExitStack, path: str, traced: TracedOptimizer, states: dict[int, WatchedState]
+    ) -> None:
         optimizer = traced.optimizer
         check_traceable(path, optimizer)
         live = optimizer.state
         stack.callback(setattr, optimizer, "state", live)
-        if id(live) not in self.fake_states:  # what wraps an optimizer may share its state
-            self.fake_states[id(live)] = self._fake_optimizer_state(optimizer)
-        optimizer.state = self.fake_states[id(live)]
+        if id(live) not in states:
+            states[id(live)] = self._fake_optimizer_state(optimizer)
+        optimizer.state = states[id(live)]
         stack.enter_context(contain_group_list_effects(path, optimizer.param_groups))
         for group in optimizer.param_groups:
             stack.enter_context(_restored(group))
