@@ -60,7 +60,7 @@ def interrupted(rank: int, world: int, package: str, file: str, function: str, c
 PLACES = {
     "a shape function, which C++ calls": (torch.__file__, "simple_registry.py", "find_torch_dispatch_rule"),
     "a callback of the collector, whose errors are ignored": (spmd.__file__, "new_objects.py", "_note_young"),
-    "a record of what is undone": (spmd.__file__, "python_reads.py", "_stand_in"),
+    "a record of what is undone": (spmd.__file__, "stand_ins.py", "put"),
 }
 CALLERS = ("__torch_function__", "_before_a_collection", "_note")
 
