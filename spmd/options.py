@@ -166,8 +166,8 @@ class Options:
     ) -> tuple[Program, tuple[Pass, ...]]:
         """The partitioned program and the passes to run on it: where there is a budget, those that fit; collective.
 
-        It is decided how often its runs gather.
-        ``kept``: the programs that the step has besides.
+        How often runs gather is decided, too, where the mode leaves it open. ``kept``: the programs that the step has
+        besides.
         """
         partitioned = decide_gathers(partitioned, self.pipeline, all_gather)
         if self.memory is None or partitioned.stages is not None:

@@ -107,7 +107,7 @@ class Runs:
         return rows
 
     def close(self) -> None:
-        """Drop the generated code, and the memory of accumulators."""
+        """Drop the generated code, and let go of what runs hand on, which ``arenas`` keep for other programs."""
         for each in filter(None, (self.executable, self.opening)):
             each.close_code()
         self.accumulators.clear()

@@ -118,9 +118,11 @@ class Auto(DataParallel):
             **_STYLES[style],
         )
 
-    def _choose(self, program: Program, gather: Callable[[str], list[str]]) -> tuple[_Made, str, Program | None]:
+    def _choose(
+        self, program: Program, count: int, gather: Callable[[str], list[str]]
+    ) -> tuple[_Made, str, Program | None]:
         """The fastest style that fits, a line on it, and the first rank's share in it if this rank has made that."""
-        axes, count = program.mesh.axes, len(gather(""))
+        axes = program.mesh.axes
         rank = sum(axis.coordinate * prod(other.size for other in axes[k + 1 :]) for k, axis in enumerate(axes))
         of_first = replace(
             program, mesh=replace(program.mesh, axes=tuple(replace(axis, coordinate=0) for axis in axes))
@@ -161,8 +163,9 @@ def partition_together(mode: Auto, program: Program, gather: Callable[[str], lis
     ``gather`` returns the text of each, in the order of the mesh. Each estimates its part of the styles.
     """
     local, is_first = None, not any(axis.coordinate for axis in program.mesh.axes)
-    if not mode.style:
-        chosen, mode.note, local = mode._choose(program, gather)
+    styles = gather(mode.style)  # a call that was interrupted may have left one to some ranks alone
+    if not mode.style or len({*styles}) > 1:
+        chosen, mode.note, local = mode._choose(program, len(styles), gather)
         mode.style = chosen.style
         if is_first and simulated() is None and not is_set("SPMD_QUIET"):
             print(mode.note, file=sys.stderr)

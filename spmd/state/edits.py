@@ -100,7 +100,8 @@ def copied_state(call: Call, program: Program) -> dict[str, str]:
     ignored, axes, copied = call.annotations.ignored, program.mesh.axes, dict[str, str]()
     for each in program.inputs:
         if each.role.is_state and each.role is not Role.GRADIENT and each.name not in ignored:
-            entries = [(axis, entry) for axis, entry in zip(axes, each.placement, strict=False) if axis.size > 1]
+            pairs = zip(axes, each.placement, strict=False)  # what has no placement is whole
+            entries = [(axis, entry) for axis, entry in pairs if axis.size > 1]
             split = [f"{axis.name}={axis.coordinate}" for axis, entry in entries if not entry.is_replicate()]
             if len(split) < len(entries) or not entries:
                 copied[each.name] = " ".join(split)
@@ -143,10 +144,10 @@ def compare_edits(
         return False, ""
     by_rank = [int(bits, 16) for _, bits in gathered]
     written = [k for k in range(len(names)) if reduce(or_, by_rank) >> k & 1]
-    own = [f"{parts[k]} {hash_of(local_tensor(tensors[k]))[:16]}" for k in written]
-    if len({*all_gather_text(hashlib.sha256("".join(own).encode()).hexdigest())}) == 1:
+    hashes = [f"{parts[k]} {hash_of(local_tensor(tensors[k]))[:16]}" for k in written]
+    if len({*all_gather_text(hashlib.sha256("".join(hashes).encode()).hexdigest())}) == 1:
         return bool(written), ""
-    shown = zip(*(json.loads(text) for text in all_gather_text(json.dumps(own))), strict=True)
+    shown = zip(*(json.loads(text) for text in all_gather_text(json.dumps(hashes))), strict=True)
     differing = next((k for k, each in zip(written, shown, strict=True) if _differ(each)), None)
     if differing is None:
         return True, ""

@@ -3,8 +3,9 @@
 A number that is computed from a split tensor is that of the whole: pending sums are reduced where they come about, so
 that ``p.grad.norm()`` and ``float(p.abs().max())`` are those of the plain model, on all ranks, which all must ask.
 Where torch has no rule, plain tensors take part (a moving average of the user's), or random numbers are drawn, the
-whole tensor is gathered. What is written into a whole tensor writes this rank's part. A look at memory is refused, and
-so is a pickle, which would have this rank's part alone.
+whole tensor is gathered. What is written into a whole tensor writes this rank's part; all ranks make the same writes,
+since those that gather wait for each other. A look at memory is refused, and so is a pickle, which would have this
+rank's part alone.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Mixture(nn.Module):
         product, rows = torch.ops.transformers.grouped_mm_fallback, order // CHOSEN
         hidden = F.silu(product(x[rows], self.experts["up"], ends))
         out = product(hidden, self.experts["down"], ends) * weights.flatten()[order, None]
-        return torch.zeros_like(x).index_add(0, rows, out.to(x.dtype))  # the buffer of a mixed step is as it was
+        return torch.zeros_like(x).index_add(0, rows, out.to(x.dtype))  # bias is a buffer, which no policy casts
 
     def by_numbers(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The weights of each row's expert, looked up."""

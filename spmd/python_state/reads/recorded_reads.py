@@ -1,4 +1,4 @@
-"""``RecordedReads``: what a trace has read, and what it has changed, for whoever asks after it."""
+"""``RecordedReads``: what a trace has read, and what it has changed."""
 
 from __future__ import annotations
 

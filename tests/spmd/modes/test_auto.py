@@ -104,14 +104,19 @@ class Estimating(spmd.Auto):
         return super()._made(style, program)
 
 
-def differs(rank: int, world: int, case: Case) -> tuple[list[str], str, tuple[str, ...]]:
+def differs(rank: int, world: int, case: Case, left: str) -> tuple[list[str], str, tuple[str, ...]]:
+    """``left``: the style that a call which was interrupted has left to the first rank alone."""
     mode = Estimating()
+    mode.style = left if rank == 0 else ""
     _, got = compiled_run(rank, case, 5, parallel_mode=mode)
     return all_unequal(plain_run(case, world, 5), got, rank, world), mode.note, mode.styles
 
 
-def test_numbers_are_those_of_one_process_and_ranks_agree_on_what_each_estimated_a_part_of(ranks: Ranks) -> None:
-    (lines, note, styles), (other_lines, other_note, other_styles) = ranks.run(2, differs, NARROW)
+@pytest.mark.parametrize("left", ["", "shard_optimizer"])
+def test_numbers_are_those_of_one_process_and_ranks_agree_on_what_each_estimated_a_part_of(
+    ranks: Ranks, left: str
+) -> None:
+    (lines, note, styles), (other_lines, other_note, other_styles) = ranks.run(2, differs, NARROW, left)
     assert lines == other_lines == []
     assert note == other_note
     assert (styles, other_styles) == (("replicate", "fully_shard"), ("shard_optimizer",))
