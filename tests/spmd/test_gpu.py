@@ -26,6 +26,21 @@ def test_five_steps_equal_the_plain_ones(case: Any, optimizer: str, style: str, 
     assert all_unequal(plain_run(case, 1, 5), got, 0, 1) == []
 
 
+@pytest.mark.parametrize("options", [
+    {"cuda_graphs": True},
+    {"cuda_graphs": True, "backend": "inductor"},
+], ids=["graphs", "graphs of kernels"])  # fmt: skip
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("style", STYLES)
+def test_steps_that_are_launched_as_graphs_equal_the_plain_ones(
+    style: str, micro_batches: int, options: dict[str, Any]
+) -> None:
+    case = replace(WIDE, optimizer="AdamW fused", device="cuda")
+    mode = spmd.DataParallel(style, micro_batches=micro_batches)
+    _, got = compiled_run(0, case, 5, parallel_mode=mode, **options)
+    assert all_unequal(plain_run(case, 1, 5), got, 0, 1) == []
+
+
 class ModelOnHost(MLP):
     """The model is on the CPU, the batch on the GPU."""
 

@@ -75,11 +75,14 @@ def verified(of: Callable[..., Any], arguments: tuple[Any, ...], mesh: dict[str,
     assert verdict, str(verdict)
 
 
+GATHERS = ("once", "each")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mesh, options", [
     (TWO, {}),
     (TWO, {"parallel_style": "fully_shard"}),
-    (TWO, {"parallel_style": "fully_shard", "micro_batches": 2}),
+    *((TWO, {"parallel_style": "fully_shard", "micro_batches": 2, "gather_parameters": each}) for each in GATHERS),
     (TWO, {"shard_optimizer": True}),
     ({"pp": 2}, STAGES),
 ], ids=str)  # fmt: skip
