@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -292,21 +292,26 @@ def offload(day: Day, options: argparse.Namespace, console: Console) -> None:
     if day.device.type != "cuda":
         day.found["offload"] = {"skipped": "no GPU"}
         return
-    workload, rows = replace(WORKLOADS[1], batch=8), []
-    for name, policy in (("on the device", None), ("on the host, pinned", spmd.OffloadPolicy())):
-        row = Row(name)
-        where = torch.device("cpu") if policy else day.device
-        with day.peak(row):
-            model, batches = build(workload, where), RandomBatches(workload, 1, 0, 1, day.device)
-            train = ours(model, offload_policy=policy)
-            begin = time.perf_counter()
-            row.losses = [train(*batches.draw()).item() for _ in range(FIRST)]
-            row.first = time.perf_counter() - begin
-        for _ in range(3):
-            note(day, row, partial(_next, train, batches))
-        rows.append(row)
+    workload = WORKLOADS[1]
+    policies = {"on the device": None, "on the host, pinned": spmd.OffloadPolicy()}
+    rows = [_offloaded(day, workload, name, policy) for name, policy in policies.items()]
     day.found["offload"] = [asdict(row) for row in rows]
     console.print(table(f"offload, {workload.name}, fp32", rows))
+
+
+def _offloaded(day: Day, workload: Workload, name: str, policy: spmd.OffloadPolicy | None) -> Row:
+    """The row of one policy. What it made is freed at its end, or the next row would seem to take no memory."""
+    row = Row(name)
+    where = torch.device("cpu") if policy else day.device
+    with day.peak(row):
+        model, batches = build(workload, where), RandomBatches(workload, 1, 0, 1, day.device)
+        train = ours(model, offload_policy=policy)
+        begin = time.perf_counter()
+        row.losses = [train(*batches.draw()).item() for _ in range(FIRST)]
+        row.first = time.perf_counter() - begin
+    for _ in range(3):
+        note(day, row, partial(_next, train, batches))
+    return row
 
 
 PARTS = {"tests": tests, "steps": steps, "estimates": estimates, "offload": offload}
