@@ -116,7 +116,7 @@ def _bytes_beside(program: Program) -> int:
 
 def describe_fit(schedule: str, peak: int, budget: int) -> str:
     """The sentence for the report on a pipeline that fits."""
-    return f'memory: {_mega(peak)} planned of {_mega(budget)}, with schedule="{schedule}"'
+    return f'memory: {rounded_up(peak)} planned of {rounded_up(budget)}, with schedule="{schedule}"'
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _Search:
     def describe(self, chosen: _Candidate | None, budget: int) -> str:
         """A sentence for the report."""
         peak = self.peak(chosen) if chosen else self.plain.peak
-        what = f"memory: {_mega(peak)} planned of {_mega(budget)}"
+        what = f"memory: {rounded_up(peak)} planned of {rounded_up(budget)}"
         if chosen is None:
             return what
         did = []
@@ -205,7 +205,7 @@ class _Search:
         if count := len(chosen.level.offloaded):
             did.append(f"{count} values that forward kept wait in host memory")
         slower = f"{chosen.seconds / self.plain.seconds - 1:.0%} more time by the estimate"
-        return f"{what}; {', '.join(did)} ({slower}, {_mega(self.plain.peak)} without)"
+        return f"{what}; {', '.join(did)} ({slower}, {rounded_up(self.plain.peak)} without)"
 
     @cached_property
     def _candidates(self) -> list[_Candidate]:
@@ -318,10 +318,12 @@ def _gathers(node: fx.Node) -> bool:
 def refusal(budget: int, least: int) -> str:
     """The sentence for a budget below the ``least`` that a step runs with."""
     return (
-        f"expected memory= to be at least {_mega(least)} per rank, with which this step runs, got {_mega(budget)}: "
-        "pass a smaller batch, run it as micro-batches, or split state over more ranks"
+        f"expected memory= to be at least {rounded_up(least)} per rank, with which this step runs, "
+        f"got {rounded_up(budget)}: pass a smaller batch, run it as micro-batches, or split state over more ranks"
     )
 
 
-def _mega(size: int) -> str:
-    return f"{math.ceil(size / 1e4) / 100:,.2f} MB"  # rounded up, so that it is enough
+def rounded_up(size: int) -> str:
+    """Bytes for people, as ``memory=`` takes them: rounded up, so that a budget of that text is enough."""
+    unit, name = (1e6, "MB") if size >= 1e6 else (1e3, "KB")
+    return f"{math.ceil(100 * size / unit) / 100:.2f} {name}"

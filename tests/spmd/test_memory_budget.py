@@ -110,7 +110,7 @@ def test_more_memory_is_never_slower(style: str) -> None:
 
 
 def test_a_budget_that_nothing_fits_into_is_refused_with_one_that_does() -> None:
-    with pytest.raises(spmd.MemoryBudgetError, match=r"at least [\d.]+ MB per rank, .*, got 0.10 MB") as refused:
+    with pytest.raises(spmd.MemoryBudgetError, match=r"at least [\d.]+ MB per rank, .*, got 100.00 KB") as refused:
         compiled("100KB")
     least = megabytes(str(refused.value))
     step = compiled(least)

@@ -79,8 +79,9 @@ def test_a_budget_rules_styles_out() -> None:
 
 
 def test_what_fits_nowhere_is_refused_with_the_least_memory() -> None:
-    with pytest.raises(spmd.MemoryBudgetError, match=r"at least \d+.\d+ MB per rank, with which \w+ runs, got"):
-        after_steps(spmd.Auto(memory="100KB"))
+    with pytest.raises(spmd.MemoryBudgetError, match=r"with which \w+ runs, got 1.00 KB") as refused:
+        after_steps(spmd.Auto(memory="1KB"))
+    after_steps(spmd.Auto(memory=str(refused.value).partition("at least ")[2].partition(" per rank")[0]), steps=1)
 
 
 def test_a_table_decides() -> None:
