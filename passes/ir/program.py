@@ -64,11 +64,8 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
-        size = 1
-        for axis in self.axes:
-            size *= axis.size
-        return size
+        """The number of ranks: not of parts that run one after the other."""
+        return math.prod(axis.size for axis in self.axes if AxisRole.MICRO_BATCHES not in axis.roles)
 
     def axes_with(self, *roles: AxisRole) -> tuple[int, ...]:
         """The positions of the axes that have one of these roles, in order."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import spmd
 from tests.harness.cases import MLP, STYLES
 from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
@@ -139,3 +140,10 @@ def test_a_cut_of_rows_that_ranks_may_have_joined_is_warned_of() -> None:
 def test_one_rank_needs_no_rows_of_others() -> None:
     compiled = compile_on_fake_ranks(1, two_views, (mlp(6, 3),), torch.randn(4, 6, dtype=torch.float64))
     assert not compiled.program.notes
+
+
+def test_one_rank_gathers_no_matrices_for_an_update_whatever_the_micro_batches() -> None:
+    mode = spmd.DataParallel("fully_shard", micro_batches=2)
+    case = MLP(optimizer="AdamW")
+    compiled = compile_on_fake_ranks(1, case.step, case.build(), *case.part(0, 0), parallel_mode=mode)
+    assert not [note for note in compiled.program.notes if "gathered" in note]
