@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from ..ir.micro_batches import runs_of
 from ..ir.program import Program
 from ..runtime.arena import reserve
 from .pieces import Piece, Pieces, Space, tensors
@@ -59,10 +60,15 @@ class PlannedMemory:
 
 
 def planned_memory(program: Program) -> dict[str, PlannedMemory]:
-    """By device; ``"cpu, shared with local ranks"`` is what these can read."""
-    plan = _Plan(program)
-    spaces = dict.fromkeys([piece.space for piece in plan.pieces.all] + list(plan.arenas))
-    return {str(space): plan.of(space) for space in spaces}
+    """By device; ``"cpu, shared with local ranks"`` is what these can read. Of runs, the one that needs the most."""
+    found: dict[str, PlannedMemory] = {}
+    for run in {id(each.graph): each for each in runs_of(program)}.values():
+        plan = _Plan(run)
+        for space in dict.fromkeys([piece.space for piece in plan.pieces.all] + list(plan.arenas)):
+            most = plan.of(space)
+            if str(space) not in found or most.peak > found[str(space)].peak:
+                found[str(space)] = most
+    return found
 
 
 def live_bytes(program: Program) -> dict[str, list[tuple[int, int]]]:

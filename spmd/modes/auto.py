@@ -17,7 +17,6 @@ from passes import MemoryBudgetError, PassError, Program, Table
 from passes.analysis.collective_algorithms import BUILT_IN
 from passes.default_passes import with_micro_batches
 from passes.fit_memory import rounded_up
-from passes.ir.micro_batches import runs_of
 from passes.memory.peak_memory import planned_memory
 from passes.schedule.node_costs import device_of
 
@@ -153,8 +152,7 @@ class Auto(DataParallel):
         if found is None:
             raise PassError(f"nothing is known of the speed of {device_of(local)}, by which Auto chooses: calibrate it")
         device = str(device_of(final))
-        runs = {id(each.graph): each for each in runs_of(final)}.values()
-        peaks = [plan.peak for each in runs for space, plan in planned_memory(each).items() if space.startswith(device)]
+        peaks = [plan.peak for space, plan in planned_memory(final).items() if space.startswith(device)]
         return _Made(style, found.seconds, max(peaks, default=0)), local
 
 
