@@ -1,18 +1,20 @@
 """Sequences, experts and stages over two ranks, beside one rank that has the whole batch, in one run.
 
-    python -m benchmarks.roles [sequences experts stages] [--rounds 5] [--json out.json]
+    python -m benchmarks.roles [sequences experts stages] [--network 500mbit] [--rounds 5] [--json out.json]
 
 All systems of a part live in the same two processes of one core each, and take steps in turn; on one rank the first
 process computes alone. Their losses are those of one rank, or the part fails. A speedup is over one rank, by medians.
 Cores share a memory and perhaps more: "one rank, twice at once" is its step on both cores at the same time, and the
-speedup of that, for twice the work, is the most that two ranks can have on this machine.
+speedup of that, for twice the work, is the most that two ranks can have on this machine. ``--network``: a rate, at
+which two hosts that are made for the run are connected (as root); this machine's loopback by default.
 
 sequences    a GPT of 256 x 4, causal, 2 x 2,048 tokens: attention by gathered keys, a ring, heads; without balance
              (nothing of torch is beside: its context_parallel has no attention of the CPU, also in 2.13, and raises
              "_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered")
 experts      a Mixtral of 256 x 4 from transformers, 8 experts, top 2, 8 x 128 tokens; and torch's FSDP2, per layer
 stages       a GPT of 256 x 8, 8 micro-batches of 1 x 128 tokens, 1f1b and gpipe; and torch's Schedule1F1B, same cut
-             (its peak is counted in its first step, without parameters and optimizer, as ours is planned)
+             (its peak is counted in its first step, without parameters and optimizer, as ours is planned); and the same
+             tokens by fully_shard
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ import spmd
 from examples.gpt import GPT, Config
 
 from .peers.models import train_step
+from .peers.network import Network, NoNetworkError, connect
 
 FIRST, RANKS = 3, 2  # steps whose losses are compared
 ALONE, AT_ONCE = "one rank", "one rank, twice at once"
@@ -96,6 +99,7 @@ PARTS: dict[str, tuple[Callable[[int, int], nn.Module], tuple[int, int], dict[st
     "stages": (partial(gpt, 8), (8, 128), {
         "1f1b": {**STAGES, "schedule": "1f1b"},
         "gpipe": {**STAGES, "schedule": "gpipe"},
+        "fully_shard": {"parallel_style": "fully_shard"},
     }),
 }  # fmt: skip
 
@@ -103,9 +107,13 @@ PARTS: dict[str, tuple[Callable[[int, int], nn.Module], tuple[int, int], dict[st
 def main() -> None:
     """Run the parts, print their tables, write the figures."""
     options = parse(sys.argv[1:])
-    found = {name: measure(name, options) for name in options.parts or PARTS}
+    try:
+        with connect(options.network) as network:
+            found = {name: measure(name, network, options) for name in options.parts or PARTS}
+    except NoNetworkError as missing:
+        raise SystemExit(str(missing)) from None
     for name, systems in found.items():
-        table, one = Table(title=name), systems[ALONE]
+        table, one = Table(title=f"{name}, {options.network}"), systems[ALONE]
         for heading in ("system", "ms/step", "min - max", "speedup", "peak MB of values"):
             table.add_column(heading, justify="left" if heading == "system" else "right")
         for system, figures in systems.items():
@@ -129,6 +137,7 @@ def parse(given: list[str]) -> argparse.Namespace:
         prog="python -m benchmarks.roles", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
+    parser.add_argument("--network", default="loopback", help="%(default)s, or the rate of a link between two hosts")
     parser.add_argument("--rounds", type=int, default=5, help="%(default)s")
     parser.add_argument("--smoke", action="store_true", help="16 tokens, a width of 32, one mode")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -138,12 +147,12 @@ def parse(given: list[str]) -> argparse.Namespace:
     return options
 
 
-def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(part: str, network: Network, options: argparse.Namespace) -> dict[str, Any]:
     """The figures of each system of a part, from two fresh processes."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (part, options.rounds, options.smoke, f"{folder}/store", theirs)
+        arguments = (part, network, options.rounds, options.smoke, f"{folder}/store", theirs)
         ranks = [spawn.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
         for each in ranks:
             each.start()
@@ -157,8 +166,9 @@ def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
                 each.join()
 
 
-def run_rank(rank: int, part: str, rounds: int, smoke: bool, store: str, answers: Connection) -> None:
+def run_rank(rank: int, part: str, network: Network, rounds: int, smoke: bool, store: str, answers: Connection) -> None:
     """The life of one rank: all systems take their first steps, then steps in turn."""
+    network.enter(rank)
     torch.set_num_threads(1)
     timeout = timedelta(minutes=10)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timeout)
