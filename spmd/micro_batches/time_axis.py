@@ -14,7 +14,8 @@ from passes import Axis, AxisRole, Input, PartitionError, Program, Role
 from passes.ir.program import MicroBatches, Placements
 from passes.ir.rates import Rate
 
-from ..partitioner.partition_program import emit
+from ..partitioner.assignment import Assignment
+from ..partitioner.partition_program import emit, emit_again
 from ..partitioner.plan import Plan
 from ..partitioner.solvers.problem import Problem
 from ..placements import chunk, local_shape
@@ -116,7 +117,7 @@ class _Shares:
     together: int | None = None
 
     def __post_init__(self) -> None:
-        self._assignment = self._problem(0).solve()
+        self._assignment: Assignment | None = None  # that of the first one, once it is emitted
 
     def of(self, k: int, follows: bool = False) -> Program:
         """That of micro-batch ``k``, which accumulates sums over all of them; ``follows``: it is to run for others."""
@@ -124,7 +125,7 @@ class _Shares:
         sums = sums_in_time(local)
         add_run(local)
         if follows:
-            follow_the_run(local, self._emitted(k + 1))
+            follow_the_run(local, self._emitted_again(k + 1))
         joined = joined_outputs(local)
         ahead = early(local.graph, sums, _values(local, joined))
         if self.levels and (needed := [*floats(ahead), *of_activations(self.program, ahead)]):
@@ -157,7 +158,15 @@ class _Shares:
 
     def _emitted(self, k: int) -> Program:
         problem = self._problem(k)
-        program = emit(problem, self._assignment)
+        program = emit(problem, self._assignment or problem.given())
+        self._assignment = self._assignment or program.assignment
+        compute_equal_rows_in_part(program)
+        return program
+
+    def _emitted_again(self, k: int) -> Program:
+        """That of another micro-batch with as many rows."""
+        assert self._assignment is not None, "the first one is emitted"
+        program = emit_again(self._problem(k), self._assignment)
         compute_equal_rows_in_part(program)
         return program
 

@@ -54,7 +54,7 @@ class Chooser:
         already. Raises ``PartitionError`` if no option is so.
         """
         ask = _Ask(call, operands, hint, phase, required, later, given)
-        if self.model_axes or self.expert_axes or given is not None:
+        if (self.model_axes and later is not None) or self.expert_axes or given is not None:
             return self._cheapest(ask)
         key = (*key_of(call), tuple(tuple(value.nodes) for value in operands), hint, phase, required)
         if key not in self._chosen:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from passes import Program
+from passes import Input, Output, Program
 from passes.ir.effects import is_pure
 from passes.runtime.rooms import within
 
@@ -21,7 +23,7 @@ from .plan import Plan
 from .solvers.greedy import Greedy
 from .solvers.problem import Problem
 from .values import Value
-from .walk import Walk
+from .walk import Assigned, Walk
 
 
 @interruptible
@@ -41,28 +43,42 @@ def emit(problem: Problem, given: Assignment) -> Program:
     context, program = problem.context, problem.program
     emitter, diagnostics = OpEmitter(program), Diagnostics(context)
     greedy = Greedy(problem, given, emitter, diagnostics)
-    inputs, returned, outputs = greedy.run()
-    emitter.graph.output(tuple(returned))
-    _erase_unused(emitter.graph)
+    emitted = _written(problem, emitter, *greedy.run())
     _note_captured(program.graph, greedy.walk)
     diagnostics.rounded(emitter.graph)
-    emitted = replace(
+    emitted = replace(emitted, notes=[*program.notes, *diagnostics.all()], assignment=greedy.assignment)
+    offload(emitted, context.plan)
+    return emitted
+
+
+def emit_again(problem: Problem, assignment: Assignment) -> Program:
+    """What ``emit`` made for a rank whose parts have the same lengths, as another rank has it: nothing is checked."""
+    emitter = OpEmitter(problem.program)
+    emitted = _written(problem, emitter, *Walk(problem, emitter).run(Assigned(problem, assignment)))
+    offload(emitted, problem.plan)
+    return emitted
+
+
+def _written(
+    problem: Problem, emitter: OpEmitter, inputs: Sequence[Input], returned: Sequence[Any], outputs: list[Output]
+) -> Program:
+    """The program of what was emitted."""
+    context, program = problem.context, problem.program
+    emitter.graph.output(tuple(returned))
+    _erase_unused(emitter.graph)
+    return replace(
         program,
         graph_module=LazyGraphModule(torch.nn.Module(), emitter.graph),
         inputs=[*inputs, *emitter.seed_input()],
         outputs=outputs,
         history=list(program.history),
-        notes=[*program.notes, *diagnostics.all()],
         units=context.units,
         reshard=context.plan.reshard,
         kept_by=context.plan.kept_by,
         prefetch=context.plan.prefetch,
         limit_gathers=context.plan.limit_gathers,
         room=program.room if emitter.graph.find_nodes(op="call_function", target=within) else None,
-        assignment=greedy.assignment,
     )
-    offload(emitted, context.plan)
-    return emitted
 
 
 def _note_captured(captured: fx.Graph, walk: Walk) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import time
 from dataclasses import replace
@@ -150,6 +151,23 @@ def test_programs_do_not_depend_on_the_number_of_micro_batches() -> None:
         found = program.stages.programs
         texts.append({role: [str(node.target) for node in each.graph.nodes] for role, each in found.items()})
     assert texts[0] == texts[1]
+
+
+def calls_to_compile(axis: str, **mode: Any) -> int:
+    """The functions that are called to compile a step of two ranks: a measure that a busy machine does not change."""
+    model = nn.Sequential(Scale(16), *(nn.Linear(16, 16) for _ in range(4)))
+    with fake_world(2), cProfile.Profile() as profile:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+        made = spmd.compile(step, parallel_mode=spmd.DataParallel(mesh=mesh, **mode))
+        made(model, torch.optim.AdamW(model.parameters()), torch.randn(64, 16))
+    return sum(each.callcount for each in profile.getstats())
+
+
+def test_a_pipeline_takes_at_most_1_3_times_as_long_to_compile() -> None:
+    calls_to_compile("dp")  # torch's tables are made once
+    plain = calls_to_compile("dp")
+    few, many = (calls_to_compile("pp", axes={"stages": "pp"}, micro_batches=count) for count in (4, 32))
+    assert few < 1.3 * plain and many < 1.05 * few, (plain, few, many)
 
 
 def test_the_report_has_a_lane_for_each_rank(tmp_path: Path) -> None:
