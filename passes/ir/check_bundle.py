@@ -2,8 +2,9 @@
 
 A call is walked as ranks would run it. A message is done once both of its ends have started, a collective once all
 ranks have, and a wait blocks until then: gloo and NCCL may be quicker, never slower. Between two ranks the first send
-meets the first recv, the second the second: on gloo of each channel by itself. NCCL also runs what two ranks send to
-and receive from each other in one line, so that there each message waits for those before it on both sides.
+meets the first recv, the second the second: on gloo of each channel by itself, on NCCL of each process group. NCCL also
+runs all that a rank sends and receives in one process group in one line (of a group that is connected when it is first
+used, what each two ranks exchange), so that there each message waits for those before it on both of its ranks.
 """
 
 from __future__ import annotations
@@ -178,8 +179,8 @@ def _needs(bundle: Bundle, call: str, coordinate: int) -> dict[str, int]:
 class _Started:
     """A message, or a rank's part of a collective over the axis. ``others``: what it meets, once that has started.
 
-    ``in_line``: whether others to and from the same rank have to be done before it, as on NCCL; ``is_over`` then says
-    that they are.
+    ``in_line``: whether others of its process group have to be done before it, as on NCCL; ``is_over`` then says that
+    they are.
     """
 
     rank: _Walker
@@ -212,7 +213,7 @@ class _Walk:
         self.events = {role: list(filter(_is_event, each.graph.nodes)) for role, each in bundle.programs.items()}
         self.ends: dict[tuple[int, int, str, Kind], list[_Started]] = defaultdict(list)  # from, to, line, which end
         self.collectives: dict[int, list[_Started]] = defaultdict(list)  # by coordinate
-        self.lines: dict[tuple[int, int], deque[_Started]] = defaultdict(deque)  # by rank and peer, those not over
+        self.lines: dict[tuple[int, str], deque[_Started]] = defaultdict(deque)  # by rank and group, those not over
 
     def run(self) -> None:
         """Let each rank go on as far as it can, in turn. Raises ``PassError`` if all that are left are blocked."""
@@ -243,14 +244,20 @@ class _Walk:
             self._pair(started, theirs[len(mine) - 1])
         if axis is not None and axis.backend == "nccl":
             started.in_line = True
-            self.lines[rank.coordinate, peer].append(started)
-            self._advance(self.lines[rank.coordinate, peer], self.lines[peer, rank.coordinate])
+            self.lines[rank.coordinate, line].append(started)
+            self._advance(rank.coordinate, line)
         return started
 
-    def _advance(self, line: deque[_Started], other: deque[_Started]) -> None:
-        """End the messages between two ranks that are first in line on both."""
-        while line and other and other[0] in line[0].others:
-            line.popleft().is_over = other.popleft().is_over = True
+    def _advance(self, rank: int, group: str) -> None:
+        """End the messages of a group that are first in line on both of their ranks, beginning with those of one."""
+        ranks = [rank]
+        while ranks:
+            mine = self.lines[ranks.pop(), group]
+            other = mine[0].others[0] if mine and mine[0].others else None
+            if other is not None and self.lines[other.rank.coordinate, group][0] is other:
+                for each in (mine[0], other):
+                    self.lines[each.rank.coordinate, group].popleft().is_over = True
+                    ranks.append(each.rank.coordinate)
 
     def _pair(self, one: _Started, other: _Started) -> None:
         if _carried(one.node) != _carried(other.node):

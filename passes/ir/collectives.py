@@ -123,8 +123,8 @@ def channel_of(node: fx.Node) -> str:
 
 
 def line_of(node: fx.Node, backend: str) -> str:
-    """The messages between two ranks among which a message has its place: those of its channel, on NCCL all."""
-    return "" if backend == "nccl" else channel_of(node)
+    """The messages between two ranks among which a message has its place: its channel's, on NCCL its group's."""
+    return group_of(node) if backend == "nccl" else channel_of(node)
 
 
 def kind_of(node: fx.Node) -> Kind:

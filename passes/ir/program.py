@@ -32,7 +32,8 @@ class Axis:
     ``backend`` is what moves the data: "gloo", "nccl", "fake", or empty if it is not known. ``shared``: the ranks
     of each group along this axis are connected, and share memory (``local_peers.py``). ``gathers``: the name of a
     second process group of the same ranks, for what is gathered, so that it need not stand in line behind what is
-    reduced; empty if there is none. Where reductions are left in flight, it is for all that is waited for.
+    reduced; empty if there is none. Where reductions are left in flight, it is for all that is waited for, and of
+    stages on NCCL for messages to earlier ranks.
     ``roles``: what the parallel mode uses the axis for, in the order of ``AxisRole``. ``ordered``: sums along it add up
     what ranks have in one order, to the last bit, so that nothing else may become a summand. ``sums_last``: its parts
     run one after the other, and each run reduces gradients to the part that a rank keeps, before they are added up.

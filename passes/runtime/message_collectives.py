@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -110,6 +111,19 @@ def _recv(
         work = dist.irecv(as_bytes(out), group_src=peer, group=group, tag=tag_of(channel))
         register(out, work, group, in_slices=False)
     return out
+
+
+def connect(ends: Iterable[tuple[str, int, int]], device: torch.device) -> None:
+    """Let ranks exchange a byte: by group its name, and two of its ranks. All ranks of the groups give the same order.
+
+    NCCL connects two ranks when the first message between them starts, and the host waits for the other one so long.
+    """
+    for group_name, source, target in ends:
+        group, byte = group_named(group_name), torch.zeros(1, dtype=torch.uint8, device=device)
+        if group.rank() == source:
+            dist.send(byte, group_dst=target, group=group, tag=_TAG)
+        elif group.rank() == target:
+            dist.recv(byte, group_src=source, group=group, tag=_TAG)
 
 
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str, *, out: Tensor) -> Tensor:

@@ -137,8 +137,8 @@ def stream_of(program: Program, node: fx.Node) -> str:
         axis = program.mesh.axis_of_group(group)
         if axis is None:
             return group
-        if is_message(node):  # NCCL has a line for each two ranks
-            return f"{axis.name} with {peer_of(node)}"
+        if is_message(node):  # NCCL has a line for each two ranks of a group
+            return f"{axis.name} {'with' if group == axis.group else 'back with'} {peer_of(node)}"
         return axis.name if group == axis.group else f"{axis.name} gathers"
     types = {device.type for device in devices_of(node)}
     if node.target in COPIES and types >= {"cpu", "cuda"}:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from passes import OutputKind, Program
-from passes.ir.bundle import Bundle
+from passes.ir.bundle import Bundle, messages_of
+from passes.ir.collectives import Kind, group_of, kind_of, peer_of
 from passes.ir.micro_batches import new_accumulators
+from passes.runtime.message_collectives import connect
+from passes.schedule.node_costs import device_of
 
 from ..state.commit import Commit
 from .arenas import Arenas
@@ -33,25 +37,30 @@ def lower_step(
 class StageRuns:
     """The programs of one stage, lowered, which take the inputs of the whole program and return its outputs.
 
-    ``accumulators``: by name, from the first call on.
+    ``accumulators``: by name, from the first call on. ``unconnected``: the ends of messages on NCCL, before that.
     """
 
     whole: Program
     arenas: Arenas
     executable: BundleExecutable
     accumulators: dict[str, torch.Tensor] = field(default_factory=dict)
+    unconnected: Sequence[tuple[str, int, int]] = ()
 
     @classmethod
     def of(cls, program: Program, arenas: Arenas, commit: Commit, regions: Compiles | None) -> StageRuns:
         """Those of the rank that ``program`` is for."""
         bundle: Bundle = program.stages
         coordinate = bundle.coordinate_of(program)
-        return cls(program, arenas, BundleExecutable(bundle, coordinate, arenas, commit, regions))
+        executable = BundleExecutable(bundle, coordinate, arenas, commit, regions)
+        return cls(program, arenas, executable, unconnected=ends_on_nccl(bundle))
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Run a call; None stands for the updates, which the programs write in place."""
         bundle, micro = self.executable.bundle, self.executable.bundle.micro_batches
         assert micro is not None, "a pipeline runs micro-batches"
+        if self.unconnected:
+            connect(self.unconnected, device_of(self.whole))
+            self.unconnected = ()
         self.accumulators = self.accumulators or self._new_accumulators()
         for memory in self.accumulators.values():
             memory.zero_()
@@ -86,3 +95,14 @@ class StageRuns:
         """Drop what is in flight, all references to state, and the generated code."""
         self.executable.close()
         self.accumulators.clear()
+
+
+def ends_on_nccl(bundle: Bundle) -> list[tuple[str, int, int]]:
+    """The groups in which ranks send messages by NCCL, with the sender and the receiver, in one order on all ranks."""
+    found = set[tuple[str, int, int]]()
+    for role in bundle.programs:
+        axis = bundle.axis_of(role)
+        if axis is not None and axis.backend == "nccl":
+            sends = [node for node in messages_of(bundle.programs[role]) if kind_of(node) is Kind.SEND]
+            found |= {(group_of(node), axis.coordinate, peer_of(node)) for node in sends}
+    return sorted(found, key=lambda ends: (ends[1:], ends[0]))

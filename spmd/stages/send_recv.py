@@ -131,9 +131,15 @@ class MessageWriter:
     def _rank(self, stage: int) -> int:
         return stage % self.body.placed.ranks
 
+    def _group(self, message: Message) -> str:
+        """On NCCL, which runs the messages of a group in one line, those to earlier ranks have a group of their own."""
+        axis = self.body.whole.mesh.axes[self.axis]
+        goes_back = self._rank(message.target) < self._rank(message.source)
+        return axis.gathers if axis.backend == "nccl" and goes_back else axis.group
+
     def _message(self, op: Any, arguments: tuple[Any, ...], message: Message, val: Any) -> fx.Node:
         axis, first = self.body.whole.mesh.axes[self.axis], message.nodes[0]
-        made = self.new(op, (*arguments, message.channel, axis.group), first, val)
+        made = self.new(op, (*arguments, message.channel, self._group(message)), first, val)
         role = Role.GRADIENT if first.meta.get("phase") is Phase.BACKWARD else Role.ACTIVATION
         kind = Kind.SEND if op is send.default else Kind.RECV
         why = f"stage {message.source} computes it, and stage {message.target} reads it"

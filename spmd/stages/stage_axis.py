@@ -204,8 +204,6 @@ def check_without_stages(program: Program) -> None:
 
 def _check_place(program: Program, axis: int) -> None:
     """Raise ``PartitionError`` for what stages have not been run on."""
-    if program.mesh.axes[axis].backend == "nccl":
-        raise PartitionError("a pipeline sends messages by gloo so far, and these ranks communicate by NCCL")
     if program.mesh.axes[axis].size < 2:
         raise PartitionError(f"expected two or more ranks along {program.mesh.axes[axis].name}, which has the stages")
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import spmd
+from passes.runtime.message_collectives import connect
 from tests.harness.oracle import Case, Snapshot, all_unequal, plain_run, snapshot
 from tests.harness.pool import Ranks
 
@@ -45,6 +46,21 @@ def beside_plain(rank: int, world: int, case: Case, sizes: dict[str, int], mode:
     return all_unequal(expected, got, own, parts, case.rtol)
 
 
+def in_two_groups(rank: int, world: int, *given: Any) -> list[str]:
+    """The same on gloo ranks that are taken for ranks on NCCL, whose messages to earlier ranks have their own group."""
+    groups = set[str]()
+
+    def noted(ends: Any, device: torch.device) -> None:
+        groups.update(group for group, *_ in ends)
+        connect(ends, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spmd.ranks.world._backend", lambda *group_and_device: "nccl")
+        patch.setattr("spmd.lowering.run_stages.connect", noted)
+        lines = beside_plain(rank, world, *given)
+    return lines if len(groups) == 2 else [*lines, f"expected two groups, got {groups}"]
+
+
 def assert_agrees(ranks: Ranks, case: Case, sizes: dict[str, int], **mode: Any) -> None:
     """Fail with a line for each value that differs on any rank."""
     found = [line for lines in ranks.run(prod(sizes.values()), beside_plain, case, sizes, mode) for line in lines]
@@ -56,6 +72,12 @@ def assert_agrees(ranks: Ranks, case: Case, sizes: dict[str, int], **mode: Any) 
 @pytest.mark.parametrize("kind", ["masked", "tied", "rows", "encoder-decoder", "unet"])
 def test_numbers_on_two_stages(ranks: Ranks, kind: str, schedule: str) -> None:
     assert_agrees(ranks, Training(kind), {"pp": 2}, **TWO | {"schedule": schedule})
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_numbers_as_ranks_on_nccl_send(ranks: Ranks, world: int) -> None:
+    found = ranks.run(world, in_two_groups, Training("tied"), {"pp": world}, TWO | {"schedule": "1f1b"})
+    assert not any(found), found
 
 
 @pytest.mark.exhaustive
@@ -78,8 +100,14 @@ SPLIT = {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
         # pytorch#159942: batches of other lengths, and of other numbers of rows, in turn.
         (Training("masked", lengths=(6, 4)), {"pp": 2}, {"axes": {}}),
         pytest.param(Training("tied"), {"pp": 4}, {"axes": {}}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            Training("tied"),
+            {"pp": 2, "dp": 2, "tp": 2},
+            {"parallel_style": "fully_shard", "axes": {"batch": "dp", "shard": "dp", "tensor": "tp"}, "params": SPLIT},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
-    ids=["fully_shard", "tensor", "lengths", "four"],
+    ids=["fully_shard", "tensor", "lengths", "four", "eight"],
 )
 def test_numbers_on_other_meshes(ranks: Ranks, case: Training, sizes: dict[str, int], mode: dict[str, Any]) -> None:
     assert_agrees(ranks, case, sizes, **mode | {"axes": mode["axes"] | {"stages": "pp"}, "micro_batches": 4})

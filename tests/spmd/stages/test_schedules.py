@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import passes
 import spmd
-from passes import MemoryBudgetError, PassError, Program, Report, Role
+from passes import MemoryBudgetError, Mesh, PassError, Program, Report, Role
 from passes.analysis.collective_algorithms import BUILT_IN, Algorithm, Link, Point
 from passes.ir.bundle import Bundle, messages_of
 from passes.ir.check_bundle import check_bundle
-from passes.ir.collectives import Kind, kind_of, peer_of
+from passes.ir.collectives import Kind, communicate_in, kind_of, peer_of
 from passes.schedule.happens_before import check_streams
 from passes.schedule.streams import assign_streams
+from spmd.lowering.run_stages import ends_on_nccl
 from spmd.stages.schedule_files import Actions, schedule_text
 from spmd.stages.schedules import SCHEDULES, ended_role, orders, role_of, with_ends
 from tests.harness.fake import fake_world
@@ -191,7 +192,7 @@ def test_the_report_has_a_lane_for_each_rank(tmp_path: Path) -> None:
 # The proof
 
 
-def many(bundle: Bundle, ranks: int, count: int) -> Bundle:
+def many(bundle: Bundle, ranks: int, count: int, backend: str = "gloo") -> Bundle:
     """Forward and backward of a pipeline of three stages, with as many copies of the middle one as ranks need."""
     programs = {}
     for rank in range(ranks):
@@ -199,7 +200,9 @@ def many(bundle: Bundle, ranks: int, count: int) -> Bundle:
         for part in ("forward", "backward"):
             role = role_of(part, like)
             for each in {role, ended_role(role)} & bundle.programs.keys():
-                programs[each.replace(f".{like}", f".{rank}")] = moved(bundle.programs[each], rank - like, rank, ranks)
+                programs[each.replace(f".{like}", f".{rank}")] = moved(
+                    bundle.programs[each], rank - like, rank, ranks, backend
+                )
     receivers = {role_of("forward", k): [role_of("forward", k + 1)] for k in range(ranks - 1)}
     receivers |= {role_of("backward", k): [role_of("backward", k - 1)] for k in range(1, ranks)}
     senders = {receiver: [sender] for sender, (receiver,) in receivers.items()}
@@ -207,24 +210,25 @@ def many(bundle: Bundle, ranks: int, count: int) -> Bundle:
     return Bundle.of("many", programs, {"step": calls}, "pp", micro_batches=bundle.micro_batches)
 
 
-def moved(program: Program, by: int, rank: int, ranks: int) -> Program:
+def moved(program: Program, by: int, rank: int, ranks: int, backend: str) -> Program:
     """A program for another rank, of so many. A message is named after its direction and its sender."""
     (axis,) = program.mesh.axes
     made = program.copy()
-    made.mesh = replace(program.mesh, axes=(replace(axis, size=ranks, coordinate=rank),))
+    made.mesh = Mesh((replace(axis, size=ranks, coordinate=rank, backend=backend, gathers="back"),))
     for node in messages_of(made):
         peer = peer_of(node) + by
         sender = rank if kind_of(node) is Kind.SEND else peer
-        channel = f"{'forward' if (peer > rank) == (sender == rank) else 'backward'}.{sender}"
-        node.args = (*node.args[:-3], peer, channel, node.args[-1])
+        forward = (peer > rank) == (sender == rank)
+        group = "back" if backend == "nccl" and not forward else axis.group
+        node.args = (*node.args[:-3], peer, f"{'forward' if forward else 'backward'}.{sender}", group)
     for each in ("inputs", "outputs"):
         found = getattr(made, each)
         setattr(made, each, [replace(o, name=f"{o.name}@{rank}") if o.role is Role.PENDING else o for o in found])
     return made
 
 
-def on_gpus(schedule: str) -> Bundle:
-    """The bundle of a step on two GPUs that send by NCCL, after all passes."""
+def on_gpus(schedule: str, ranks: int = 2) -> Bundle:
+    """The bundle of a step on GPUs that send by NCCL, after all passes."""
     seen: list[Program] = []
 
     class Seen(OnCuda):
@@ -232,39 +236,63 @@ def on_gpus(schedule: str) -> Bundle:
 
         def partition(self, program: Program) -> Program:
             """That of the mode."""
-            seen.append(super().partition(program))
+            (axis,) = program.mesh.axes
+            mesh = Mesh((replace(axis, backend="nccl", gathers="back"),))
+            seen.append(super().partition(replace(program, mesh=mesh)))
             raise PassError("seen")
 
-    model = nn.Sequential(Scale(64), *(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    with fake_world(2), pytest.raises(PassError, match="seen"):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-        mode = Seen(mesh=mesh, axes={"stages": "pp"}, micro_batches=4, schedule=schedule)
-        spmd.compile(step, parallel_mode=mode)(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 64))
-    bundle = passes.run(seen[0], passes.default()).stages
-    for program in bundle.programs.values():
-        (axis,) = program.mesh.axes
-        program.mesh = replace(program.mesh, axes=(replace(axis, backend="nccl"),))
-    return bundle
+    model = nn.Sequential(Scale(64), *(nn.Linear(64, 64, bias=False) for _ in range(2 * ranks)))
+    with fake_world(ranks), pytest.raises(PassError, match="seen"):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
+        mode = Seen(mesh=mesh, axes={"stages": "pp"}, micro_batches=2 * ranks, schedule=schedule)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        spmd.compile(clipped, parallel_mode=mode)(model, optimizer, torch.randn(4 * ranks, 64))
+    return passes.run(seen[0], passes.default()).stages
 
 
-@pytest.mark.parametrize(("schedule", "ends"), [("gpipe", True), ("1f1b", False)])
-def test_what_two_gpus_exchange_has_one_order(schedule: str, ends: bool) -> None:
-    """On NCCL a rank that sends forward while the next one sends backward waits for ever, which the proof shows."""
-    bundle = on_gpus(schedule)
+def clipped(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_gpus_exchange_ends_for_each_schedule(schedule: str, ranks: int) -> None:
+    """NCCL runs the messages of a group in one line: what goes to earlier ranks has a group of its own."""
+    bundle = on_gpus(schedule, ranks)
+    check_bundle(bundle)
     for program in bundle.programs.values():
-        streams = assign_streams(program)
-        check_streams(program, streams)
-    if ends:
-        return check_bundle(bundle)
+        check_streams(program, assign_streams(program))
+
+
+def test_ranks_connect_in_one_order() -> None:
+    """NCCL blocks a rank until the other one connects, too: in the order of programs, ranks could wait in a circle."""
+    found = ends_on_nccl(on_gpus("1f1b", 4))
+    ends = [each[1:] for each in found]
+    assert ends == sorted(ends) and {(0, 1), (1, 0), (3, 2)} <= {*ends}
+    assert all((group == "back") == (target < source) for group, source, target in found)
+
+
+def test_one_group_would_wait_for_ever_on_gpus() -> None:
+    """A rank that sends forward while the next one sends backward."""
+    bundle = on_gpus("1f1b")
+    for program in bundle.programs.values():
+        for node in messages_of(program):
+            communicate_in(node, program.mesh.axes[0].group)
     with pytest.raises(PassError, match="would never end"):
         check_bundle(bundle)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("ranks", [64, pytest.param(1024, marks=pytest.mark.exhaustive)])
-def test_the_proof_of_many_ranks_takes_seconds(ranks: int) -> None:
+def test_the_proof_of_many_ranks_takes_seconds(ranks: int, backend: str) -> None:
     program = compiled(3, passes=()).program
     assert program is not None
-    bundle = many(program.stages, ranks, 2)
+    bundle = many(program.stages, ranks, 2, backend)
     start = time.process_time()
     check_bundle(bundle)
     assert time.process_time() - start < 20
