@@ -484,6 +484,17 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return root
 
 
+def merged_axes(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:
+    """``mesh`` with the axes ``names``, which follow each other in it, as one; all ranks of the root mesh call it.
+
+    ``_flatten`` and ``_concatenate`` are private; seen in 2.13.
+    """
+    every = mesh.mesh_dim_names or ()
+    at, one = every.index(names[0]), mesh[names]._flatten(name)
+    parts = [mesh[each] for each in every[:at]] + [one] + [mesh[each] for each in every[at + len(names) :]]
+    return DeviceMesh._concatenate(parts) if len(parts) > 1 else one
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones too. ``_cdata`` is private; seen in 2.11 to 2.15."""
     return int(tensor.untyped_storage()._cdata)

@@ -50,7 +50,11 @@ MESHES = (
 )
 
 AXES = '{"batch": "x", "tensor": "tp"}'  # roles of a mesh whose first axis does not split the batch
-EXPERTS = ('{"batch": ("dp", "ep"), "experts": "ep"}', '{"batch": "dp", "experts": "ep"}')  # of two axes
+EXPERTS = (  # of two axes
+    '{"batch": ("dp", "ep"), "experts": "ep"}',
+    '{"batch": "dp", "experts": "ep"}',
+    '{"batch": ("dp", "ep"), "experts": ("dp", "ep")}',
+)
 
 STAGES = ("", ', schedule="gpipe"', ', schedule="zb-h1"', ', schedule="interleaved"')  # with two micro-batches or four
 

@@ -44,6 +44,7 @@ class ParallelMode(ABC):
     - ``bits``: the parts of the global batch of a step whose bits do not depend on the number of ranks.
     - ``statistics``: "per_micro_batch" if micro-batches have statistics of their own.
     - ``has_stages``: whether ranks run other parts of the model, along an axis of that role.
+    - ``one_axis``: the axes of a mesh that are one axis of ``mesh``, which is named by them.
     - ``names_axes``: whether the user has given roles to axes by name.
     - ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
       that carry annotations.
@@ -67,6 +68,7 @@ class ParallelMode(ABC):
     bits: int | None = None
     statistics: str | None = None
     has_stages: bool = False
+    one_axis: tuple[str, ...] = ()
     names_axes: bool = False
     follows_annotations: bool = False
 

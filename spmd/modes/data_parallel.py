@@ -25,8 +25,17 @@ from ..annotations.resolve import Annotations, Ignored, Mark
 from ..micro_batches.same_bits import partition_with_same_bits
 from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan
-from ..ranks.axis_roles import HYBRID, Axes, Roles, axes_having, check_axes, roles_by_position, unknown_axes
-from ..ranks.world import axis_names
+from ..ranks.axis_roles import (
+    HYBRID,
+    Axes,
+    Roles,
+    axes_having,
+    check_axes,
+    experts_on_one_axis,
+    roles_by_position,
+    unknown_axes,
+)
+from ..ranks.world import axis_names, with_one_axis
 from ..rules.attention import Form
 from ..stages.schedules import Auto, Schedule
 from ..stages.stage_axis import partition_in_stages
@@ -64,7 +73,8 @@ class DataParallel(PlannedMode):
     axes of ``"batch"`` and ``"sequence"`` together. ``"tensor"``: ``params`` splits them. ``"sequence"``: the program
     splits dim 1 of each argument that ``inputs`` does not name, if it is as long as there are ranks. ``"experts"``:
     ranks have other experts, whose weights are split on dim 0 and stay where they are, in every style; rows go to
-    them. Along an axis without the role ``"batch"`` ranks pass equal tensors, each whole, and results are whole.
+    them. Several of these are one axis, called ``"dp_ep"``, and have their other roles in common. Along an axis without
+    the role ``"batch"`` ranks pass equal tensors, each whole, and results are whole.
 
     ``experts``: the parameters whose dim 0 is the expert: an fnmatch pattern over their names, a class of modules that
     hold them, a function from a module to a bool, or a list of these. None, the default, finds those that grouped and
@@ -226,6 +236,9 @@ class DataParallel(PlannedMode):
         check_placements("params", "name patterns", params)
         self.params = dict(params or {})
         self.axes, self._roles = axes, check_axes(axes)
+        if self._roles is not None:
+            self._roles, self.one_axis = experts_on_one_axis(self._roles)
+            self.mesh = None if self.mesh is None else with_one_axis(self.mesh, self.one_axis)
         self.experts = chosen_units(experts, "experts")
         self.names_axes = axes is not None
         self._check_roles()

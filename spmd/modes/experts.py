@@ -56,10 +56,7 @@ def expert_placements(
 
 
 def _check_order(mesh: Mesh, axes: Sequence[int]) -> None:
-    """Raise ``PlacementError`` unless one axis has experts, and no axis behind it splits tokens."""
-    if len(axes) > 1:
-        names = ", ".join(mesh.axes[k].name for k in axes)
-        raise PlacementError(f'expected one axis with the role "experts", got {names}: make one mesh axis of them')
+    """Raise ``PlacementError`` where an axis behind that of experts splits tokens."""
     behind = [k for k in mesh.axes_with(AxisRole.BATCH, AxisRole.SEQUENCE) if k > axes[0]]
     if behind:
         raise PlacementError(

@@ -60,6 +60,24 @@ def _names(role: str, given: Any) -> tuple[str, ...]:
     return names
 
 
+def experts_on_one_axis(roles: Roles) -> tuple[Roles, tuple[str, ...]]:
+    """Roles in which several axes of experts are one, which is named by them (``dp_ep``); and the names of these axes.
+
+    Raises ``ValueError`` unless they have the same roles.
+    """
+    names = tuple(name for name, has in roles.items() if AxisRole.EXPERTS in has)
+    if len(names) < 2:
+        return roles, ()
+    if any(roles[name] != roles[names[0]] for name in names):
+        listed = "; ".join(f"{name} has {', '.join(roles[name])}" for name in names)
+        raise ValueError(
+            f'expected several axes with the role "experts" to have the same roles, since they are one axis, got: '
+            f"{listed}. Give all of them the same roles, or that of experts to one axis"
+        )
+    one = {"_".join(names): roles[names[0]]}
+    return {name: has for name, has in roles.items() if name not in names} | one, names
+
+
 def unknown_axes(roles: Roles, names: Sequence[str]) -> str:
     """A sentence on axes that have roles and are not among ``names``, those of a mesh; empty if there are none."""
     unknown = [repr(name) for name in roles if name not in names]

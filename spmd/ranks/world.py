@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 import passes
 from passes.ir.program import Placements
 
-from .._torch import FakeStore, gloo_of_one_worker, root_mesh
+from .._torch import FakeStore, gloo_of_one_worker, merged_axes, root_mesh
 from .simulated import simulated
 
 _Meshes = weakref.WeakValueDictionary[str, DeviceMesh]  # by kind of device
@@ -121,7 +121,30 @@ def joined(mesh: DeviceMesh, others: Sequence[DeviceMesh]) -> DeviceMesh:
             f"the step runs over {flattened[0]!r}, which is no axis of {whole}, where some parameters are split: give "
             "the mode that mesh, and name its axes"
         )
+    apart = [other for other in others if not {*axis_names(other)} <= {*axis_names(whole)}]
+    if apart:
+        raise passes.PlacementError(
+            f"some parameters are DTensors on {apart[0]}, of which {whole} has not all axes: give the mode the mesh "
+            "that they are on, or parameters that are not split yet"
+        )
     return whole
+
+
+def with_one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """``mesh`` with the axes ``names`` as one, which is named by them (``dp_ep``); a mesh that has it stays as it is.
+
+    Raises ``PlacementError`` unless they follow each other in the mesh, in this order.
+    """
+    name, every = "_".join(names), axis_names(mesh)
+    if not names or name in every:
+        return mesh
+    at = every.index(names[0]) if names[0] in every else 0
+    if mesh.mesh_dim_names is None or every[at : at + len(names)] != names:
+        raise passes.PlacementError(
+            f'expected the axes with the role "experts", {", ".join(names)}, to follow each other in the mesh in this '
+            f"order, got the axes {list(every)}: order the mesh so, or make one mesh axis of them"
+        )
+    return merged_axes(mesh, names, name)
 
 
 def extend_placement(placement: Placements, mesh: DeviceMesh, whole: DeviceMesh) -> Placements:

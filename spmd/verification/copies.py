@@ -21,6 +21,7 @@ from ..call.found import with_found
 from ..call.state import ArgumentReader, Arguments, buffers_of, parameters_of
 from ..modes.base import ParallelMode
 from ..options import Options
+from ..ranks.world import with_one_axis
 from ..step import CompiledStep
 
 
@@ -139,7 +140,7 @@ class Copy:
     def mode(self, mode: ParallelMode, mesh: DeviceMesh) -> ParallelMode:
         """``mode`` on another mesh, for these copies."""
         made = copy.copy(mode)
-        made.mesh, made.ignored = mesh, self.ignored
+        made.mesh, made.ignored = with_one_axis(mesh, mode.one_axis), self.ignored
         return made
 
 

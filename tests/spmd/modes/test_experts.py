@@ -32,6 +32,7 @@ OVER_DP: dict[str, Any] = {"axes": {"batch": "dp", "experts": "dp"}}
 OVER_TWO: dict[str, Any] = {"axes": {"batch": ("dp", "ep"), "experts": "ep"}}
 OVER_TP = {"model.shared.*": {"tp": Shard(0)}, "*.up": {"tp": Shard(2)}, "*.down": {"tp": Shard(1)}}
 HALF = spmd.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+AS_ONE: dict[str, Any] = {"axes": {"batch": ("dp", "ep"), "experts": ("dp", "ep")}}
 OF_THEIR_OWN: dict[str, Any] = {"axes": {"batch": "dp", "experts": "ep"}}
 
 
@@ -50,6 +51,7 @@ def verified(form: Any, mesh: dict[str, int], **options: Any) -> Any:
 @pytest.mark.parametrize("form, mesh, options", [
     ("ends", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **OVER_TWO}),
     ("ends", {"dp": 2, "ep": 2}, {"shard_optimizer": True, **OF_THEIR_OWN}),
+    ("ends", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **AS_ONE}),
     ("numbers", {"dp": 2, "ep": 2}, {"parallel_style": "replicate", **OVER_TWO}),
     ("capacity", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **OVER_TWO}),
     ("ends", {"tp": 2, "ep": 2}, {"params": OVER_TP, **OVER_BATCH}),
@@ -95,17 +97,22 @@ def save_on_four(rank: int, world: int, folder: str) -> list[str]:
     return all_unequal(plain_run(case, world, 2), got, rank, world)
 
 
-def go_on_on_two(rank: int, world: int, folder: str) -> list[str]:
-    """Two ranks that each have the rows of two."""
+def go_on(rank: int, world: int, folder: str) -> list[str]:
+    """Two ranks that each have the rows of two; or four, along two axes that are one for the experts."""
     case, plain = Training(), Training()
     torch.manual_seed(0)
     objects = plain.build()
     batches = [plain.whole([plain.part(each, k) for each in range(4)]) for k in range(4)]
     expected = [snapshot(plain.step(*objects, *batch), objects) for batch in batches]
-    mode = spmd.DataParallel("replicate", axes={"batch": "dp", "experts": "dp"})
+    mode, each = spmd.DataParallel("replicate", **OVER_DP), 4 // world
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        mode = spmd.DataParallel("fully_shard", mesh=mesh, **AS_ONE)
+        assert spmd.data_rank(mode) == (rank, 4)
     step, (model, optimizer) = spmd.compile(case.step, parallel_mode=mode), case.build()
     spmd.load(folder, model=model, optimizer=optimizer)
-    parts = [plain.whole([plain.part(each, k) for each in (2 * rank, 2 * rank + 1)]) for k in (2, 3)]
+    own = range(each * rank, each * (rank + 1))
+    parts = [plain.whole([plain.part(other, k) for other in own]) for k in (2, 3)]
     got = [snapshot(step(model, optimizer, *part), (model, optimizer)) for part in parts]
     return all_unequal(expected[2:], got, rank, world)
 
@@ -113,7 +120,8 @@ def go_on_on_two(rank: int, world: int, folder: str) -> list[str]:
 def test_a_checkpoint_goes_on_at_another_size(ranks: Ranks, tmp_path: Any) -> None:
     folder = str(tmp_path / "saved")
     assert ranks.run(4, save_on_four, folder) == [[]] * 4
-    assert ranks.run(2, go_on_on_two, folder) == [[]] * 2
+    assert ranks.run(2, go_on, folder) == [[]] * 2
+    assert ranks.run(4, go_on, folder) == [[]] * 4
 
 
 class Odd(Mixture):
@@ -492,7 +500,6 @@ class Plain(nn.Module):
     (Halves, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .8, 6, 5"),
     (LooksUp, {"micro_batches": 2}, PartitionError, "micro_batches=1 where the weights .* looked up, .*experts.py:"),
     (Mixture, {"axes": {"batch": ("dp", "ep"), "experts": "dp"}}, PlacementError, "the axis of experts, dp, to stand"),
-    (Mixture, {"axes": {"batch": "dp", "experts": ("dp", "ep")}}, PlacementError, "expected one axis with the role"),
 ])  # fmt: skip
 def test_what_is_refused(make: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     model = make("ends").double()
@@ -502,6 +509,33 @@ def test_what_is_refused(make: Any, options: dict[str, Any], error: type[Excepti
         step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(mesh=mesh, **{**OVER_TWO, **options}))
         with pytest.raises(error, match=message):
             step(*given)
+
+
+@pytest.mark.parametrize("names, axes, message", [
+    (("dp", "ep"), {"batch": "dp", "experts": ("dp", "ep")}, "dp has batch, shard, experts; ep has experts"),
+    (("ep", "dp"), AS_ONE["axes"], r"dp, ep, to follow each other in the mesh in this order, got .* \['ep', 'dp'\]"),
+])  # fmt: skip
+def test_axes_that_are_not_one(names: tuple[str, ...], axes: Any, message: str) -> None:
+    with fake_world(4), pytest.raises((ValueError, PlacementError), match=message):
+        spmd.DataParallel(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names), axes=axes)
+
+
+def test_two_axes_beside_another_are_one_axis_of_the_program() -> None:
+    """So are those of a slice of a mesh, between which another axis lies."""
+    with fake_world(8, 5):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "ep"))
+        mode = spmd.DataParallel(mesh=mesh["dp", "ep"], **AS_ONE)
+        assert mode.mesh is not None and mode.mesh.mesh.tolist() == [0, 1, 4, 5]
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("tp", "dp", "ep"))
+        step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(mesh=mesh, params=OVER_TP, **AS_ONE))
+        model, optimizer = Training().build()
+        step(model, optimizer, *Training().part(0, 0))
+        up = model.experts["up"]
+        assert isinstance(up, DTensor) and up.placements == (Shard(2), Shard(0))
+        assert up.device_mesh.mesh_dim_names == ("tp", "dp_ep")
+        apart = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(mesh=mesh, **OVER_TWO))
+        with pytest.raises(PlacementError, match=r"some parameters are DTensors on .*dp_ep=4.* has not all axes"):
+            apart(model, optimizer, *Training().part(0, 0))
 
 
 @pytest.mark.parametrize("experts", [nn.ParameterDict, lambda module: isinstance(module, nn.ParameterDict)])
