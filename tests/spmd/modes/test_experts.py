@@ -64,6 +64,36 @@ def test_each_form_is_as_the_plain_step(form: Any, mesh: dict[str, int], options
     assert verdict, str(verdict)
 
 
+class Attends(nn.Module):
+    """A mixture behind causal attention, for (rows, length, width)."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.qkv, self.mixture = nn.Linear(WIDTH, 3 * WIDTH), Mixture(form)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value = (each.unsqueeze(1) for each in self.qkv(x).chunk(3, -1))
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
+        out, loss = self.mixture((x + seen).flatten(0, 1), chosen.flatten(0, 1))
+        return out.view_as(x), loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form, mesh, axes", [
+    ("ends", {"x": 2}, {"sequence": "x", "experts": "x"}),
+    pytest.param("numbers", {"cp": 2, "ep": 2}, {"sequence": "cp", "experts": "ep"}, marks=pytest.mark.exhaustive),
+    ("capacity", {"cp": 2, "dp": 2}, {"sequence": "cp", "batch": "dp", "experts": "dp"}),
+])  # fmt: skip
+def test_experts_of_split_sequences(form: Any, mesh: dict[str, int], axes: Any) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Attends(form).double(), torch.randn(2, 4, 8, WIDTH, dtype=torch.float64)
+    chosen = torch.rand(4, 8, EXPERTS).topk(2).indices
+    step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel("fully_shard", axes={"shard": (*mesh,), **axes}))
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), x, chosen, y
+    verdict = spmd.verify(step, *given, world=torch.Size(mesh.values()).numel(), mesh=mesh, steps=2)
+    assert verdict, str(verdict)
+
+
 def in_half_precision(model: nn.Module, optimizer: Any, x: torch.Tensor, chosen: torch.Tensor, y: torch.Tensor) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         return Training.step(model, optimizer, x, chosen, y)

@@ -132,11 +132,87 @@ def test_the_numbers_are_those_of_the_plain_step(
     assert verified(given, {"cp": ranks}, attention=attention, **mode)
 
 
+class Biased(Net):
+    """With a bias of each head that is trained."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(2)
+        self.bias = nn.Parameter(torch.randn(HEADS, length, length))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, self.bias)
+
+
 @pytest.mark.slow
-def test_a_bias_given_as_a_tensor() -> None:
-    bias = torch.randn(8, 8, dtype=torch.float64)
-    named = {"inputs": {"mask": Replicate()}}
-    assert verified((*arguments(8, 2, rows=2, is_causal=False), bias), attention="gather", **named)
+@pytest.mark.parametrize("attention", ["gather", "heads"])
+def test_a_bias_that_is_trained(attention: Any) -> None:
+    model, _, x = arguments(8, 2, rows=2)
+    model = Biased(8).double()
+    assert verified((model, torch.optim.SGD(model.parameters(), lr=0.5), x), attention=attention)
+
+
+class Decoder(Net):
+    """Rows that attend to a memory, of which each row of the batch has one class."""
+
+    def __init__(self) -> None:
+        super().__init__(2, is_causal=True)
+        self.seen, self.rows = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def attend(self, x: Tensor, memory: Tensor) -> Tensor:
+        h = self.layer(self.embed(x))
+        query, key, value = (
+            each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for each in (self.seen(h), *self.rows(self.embed(memory)).chunk(2, -1))
+        )
+        seen = F.scaled_dot_product_attention(query, key, value, scale=0.3)
+        logits: Tensor = self.head((h + seen.transpose(1, 2).flatten(2)).mean(1))
+        return logits
+
+
+def train_on_memory(model: Any, optimizer: Any, x: Tensor, memory: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
+    return updated(optimizer, F.cross_entropy(model.attend(x, memory) * weight, classes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention, lengths", [
+    ("ring", (8, 12)),
+    pytest.param("heads", (12, 8), marks=pytest.mark.exhaustive),
+    pytest.param(None, (7, 5), marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_attention_to_a_sequence_of_another_length(attention: Any, lengths: tuple[int, int]) -> None:
+    """Beside arguments that are no sequences: rows by classes, and rows by one."""
+    torch.manual_seed(0)
+    model, (x, memory) = Decoder().double(), (torch.randint(VOCABULARY, (2, length)) for length in lengths)
+    classes, weight = torch.rand(2, 13, dtype=torch.float64).softmax(-1), torch.rand(2, 1, dtype=torch.float64)
+    given = model, torch.optim.SGD(model.parameters(), lr=0.5), x, memory, classes, weight
+    assert verified(given, step=train_on_memory, attention=attention)
+
+
+class Scan(Net):
+    """A causal convolution along the sequence, and a scan whose decay depends on it, behind attention."""
+
+    def __init__(self) -> None:
+        super().__init__(2, is_causal=True)
+        self.conv, self.decay = nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH), nn.Parameter(torch.randn(WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.layer(self.embed(x))
+        near = self.conv(F.pad(h.mT, (3, 0))).mT
+        total = -F.softplus(self.decay + near).cumsum(1)
+        logits: Tensor = self.head(h + (near - total).exp().cumsum(1) * total.exp())
+        return logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [
+    {},
+    pytest.param({"balance": False, "parallel_style": "fully_shard"}, marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_convolutions_and_scans_along_the_sequence(mode: Any) -> None:
+    _, _, x = arguments(8, rows=2)
+    model = Scan().double()
+    assert verified((model, torch.optim.SGD(model.parameters(), lr=0.1), x), **mode)
 
 
 def train_packed_in_a_window(model: nn.Module, optimizer: Any, x: Tensor, ends: Tensor) -> Tensor:
@@ -188,18 +264,20 @@ def test_sequence_batch_and_micro_batches(attention: Any) -> None:
 
 
 @pytest.mark.slow
-def test_half_precision_merges_in_float32() -> None:
+@pytest.mark.parametrize("attention", ["gather", "heads"])
+def test_half_precision_merges_in_float32(attention: Any) -> None:
     model, _, x = arguments(8, 2)
     given = model.float(), torch.optim.SGD(model.parameters(), lr=0.1), x, x.roll(-1, 1)
-    assert verified(given, step=train_half, attention="gather")
+    assert verified(given, step=train_half, attention=attention)
 
 
 @pytest.mark.slow
-def test_parameters_and_sums_in_half_precision() -> None:
+@pytest.mark.parametrize("attention", ["ring", "heads"])
+def test_parameters_and_sums_in_half_precision(attention: Any) -> None:
     model, _, x = arguments(8, 2)
     given = model.float(), torch.optim.SGD(model.parameters(), lr=0.1), x
     policy = spmd.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    assert verified(given, attention="ring", parallel_style="fully_shard", mp_policy=policy)
+    assert verified(given, attention=attention, parallel_style="fully_shard", mp_policy=policy)
 
 
 @pytest.mark.slow
@@ -281,7 +359,10 @@ def test_an_encoder_of_transformers_with_local_layers() -> None:
     assert verified(given, step=train_packed)
 
 
-LENGTHS: dict[int, dict[Any, int]] = {2: {"ring": 8, "gather": 7}, 4: {"ring": 8}}  # by ranks; 7 has no equal parts
+LENGTHS: dict[int, dict[Any, int]] = {
+    2: {"ring": 8, "gather": 7, "heads": 8},
+    4: {"ring": 8},
+}  # by ranks; 7 has no equal parts
 
 
 def run_forms(rank: int, world: int) -> list[str]:
