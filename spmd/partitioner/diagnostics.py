@@ -9,12 +9,13 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import AxisRole, OutputKind, Phase, Role
+from passes import Axis, AxisRole, OutputKind, Phase, Role
 from passes.ir.collectives import is_collective, operands
 from passes.ir.ops import Trait, has
 from passes.ir.program import Placements, is_sharded
 
 from ..rules import rule_of
+from ..rules.attention import KERNELS
 from ..rules.cat_split import CUTS
 from .context import Context
 from .redistribute import Reason
@@ -55,15 +56,23 @@ class Diagnostics:
                 )
 
     def moved(self, value: Value, placement: Placements, reason: Reason) -> None:
-        """Note rows that are communicated over an axis of the batch so that ``reason.reader`` has them otherwise."""
+        """Note rows that are communicated over an axis of the batch so that ``reason.reader`` has them otherwise.
+
+        And rows of sequences, but for those that attention reads, as the user asks.
+        """
         source, reader = value.nearest(placement, self.context.mesh), reason.reader
         axes = [k for k, p in enumerate(source) if isinstance(p, Shard) and p != placement[k]]
         axes = [k for k in axes if k not in self.context.model_axes and self.context.mesh.axes[k].size > 1]
         if reader in self.context.routes.hints:  # tokens go to their experts, as the user asks
             return
         if axes and reader is not None and not value.is_weight and self._is_noted(reader):
-            note = _rows_note(reader, all(self._is_even(value, source, k) for k in axes))
-            self._rows.setdefault(note, []).append(value.nbytes)
+            along = [self.context.mesh.axes[k] for k in axes]
+            if all(AxisRole.SEQUENCE in axis.roles and AxisRole.BATCH not in axis.roles for axis in along):
+                note = None if reader.target in KERNELS else _sequence_note(reader, along)
+            else:
+                note = _rows_note(reader, all(self._is_even(value, source, k) for k in axes))
+            if note is not None:
+                self._rows.setdefault(note, []).append(value.nbytes)
 
     def _is_noted(self, reader: fx.Node) -> bool:
         """Whether gathers for an op have no other note: those of an update, and of an op without a rule, have."""
@@ -117,7 +126,7 @@ class Diagnostics:
 
 def _rows_note(reader: fx.Node, even: bool) -> str:
     """The note on rows of the batch that an op needs from other ranks, with braces for what they are."""
-    at = f"{reader.target} at {_line(reader)}".replace("{", "{{").replace("}", "}}")
+    at = _braced(reader)
     if reader.target in CUTS:
         return (
             f"{at} {CUTS_THE_BATCH}, so its rows are gathered first ({{}}). To avoid that, pass each part "
@@ -132,6 +141,17 @@ def _rows_note(reader: fx.Node, even: bool) -> str:
     else:
         way_out = "work on each row by itself, or, where rows are compared with all others, on fewer columns of them"
     return f"{at} needs rows of the batch that other ranks have: {{}} are gathered. To avoid that, {way_out}"
+
+
+def _sequence_note(reader: fx.Node, along: Sequence[Axis]) -> str:
+    """The note on rows of a split sequence that an op needs from other ranks, with braces for what they are."""
+    names = " and ".join(axis.name for axis in along)
+    return f"{_braced(reader)} needs rows of the sequence that other ranks of {names} have: {{}} are gathered"
+
+
+def _braced(reader: fx.Node) -> str:
+    """An op and its line, for a text with braces of its own."""
+    return f"{reader.target} at {_line(reader)}".replace("{", "{{").replace("}", "}}")
 
 
 def _values(sizes: Sequence[int]) -> str:

@@ -39,6 +39,7 @@ LAYOUTS = {
 }
 FORWARD = {op: layout for name, layout in LAYOUTS.items() for op in aten(name)}
 BACKWARD = {op: layout for name, layout in LAYOUTS.items() for op in aten(f"{name}_backward")}
+KERNELS = {*FORWARD, *BACKWARD}
 
 
 @rule(*FORWARD)
@@ -72,7 +73,7 @@ def attention_backward(call: OpCall) -> list[Option]:
 
 def is_attention(call: OpCall) -> bool:
     """Whether a call is attention, or its backward."""
-    return call.target in FORWARD or call.target in BACKWARD
+    return call.target in KERNELS
 
 
 def splits_causal_rows(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -467,6 +467,18 @@ def test_attention_that_is_computed_whole_has_a_note() -> None:
     assert not whole[0] and "test_sequence.py" in whole[1][0] and "by each of the 2 ranks of cp" in whole[1][0]
 
 
+def test_rows_that_are_gathered_along_the_sequence_have_a_note() -> None:
+    """Not those that attention reads."""
+    with fake_world(2):
+        mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), Scan().double()
+        step = spmd.compile(train, parallel_mode=spmd.DataParallel(mesh=mesh, attention="gather", **CONTEXT))
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), arguments(8)[2])
+    notes = [note for note in step.report().notes if "are gathered" in note]
+    assert all("needs rows of the sequence that other ranks of cp have" in note for note in notes)
+    assert any("near = self.conv(" in note for note in notes)
+    assert not any("scaled_dot_product" in note for note in notes)
+
+
 @pytest.mark.parametrize("rank, expected", [(0, (0, 2)), (1, (0, 2)), (2, (1, 2)), (3, (1, 2))])
 def test_ranks_of_one_sequence_have_one_index_for_a_sampler(rank: int, expected: tuple[int, int]) -> None:
     with fake_world(4, rank):
