@@ -250,7 +250,7 @@ class _Placing:
     # The update
 
     def _homes(self) -> dict[str, Ranks]:
-        """State lives where forward and backward read it; what belongs to a parameter, with that.
+        """State lives where forward and backward read it; what belongs to a parameter, or averages it, with that.
 
         State that has a home stays there if this step reads it nowhere else. A step that trains nothing divides none.
         """
@@ -264,14 +264,32 @@ class _Placing:
             elif declared.of is None or declared.role is Role.BUFFER:
                 needed = frozenset(stage % self.ranks for stage in read.get(node) or ())
                 kept = self.kept.get(declared.name)
-                found[declared.name] = needed or frozenset({0})
                 if kept is not None and needed <= kept:
                     found[declared.name] = kept
                 elif kept is None and not trains:
                     found[declared.name] = every
-        for _, declared in state:
-            found.setdefault(declared.name, found.get(declared.of or "", frozenset({0})))
+                elif needed:
+                    found[declared.name] = needed
+        for node, declared in state:
+            home = found.get(declared.of or "") or self._home_beside(node, found)
+            found.setdefault(declared.name, home or frozenset({0}))
         return found
+
+    def _home_beside(self, node: fx.Node, homes: Mapping[str, Ranks]) -> Ranks | None:
+        """The home of the nearest state of the same shape that the update computes with together with this one."""
+        seen, pending = {node}, [node]
+        for each in pending:
+            near = dict.fromkeys([*each.all_input_nodes, *each.users])
+            for other in near:
+                if other in seen or _shape(other) != _shape(node):
+                    continue
+                seen.add(other)
+                declared = self.inputs.get(other)
+                if declared is not None and declared.name in homes:
+                    return homes[declared.name]
+                if declared is None and other not in self.run_each:
+                    pending.append(other)
+        return None
 
     def _place_update(self, homes: Mapping[str, Ranks]) -> dict[fx.Node, Ranks]:
         """What several ranks can compute is computed where it is read; what joins ranks, on the one with most of it.

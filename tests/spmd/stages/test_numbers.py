@@ -217,6 +217,47 @@ def test_a_step_that_reads_less_leaves_state_where_it_is(ranks: Ranks, order: st
         assert max(map(abs, found)) < 1e-12, found
 
 
+def averaged(model: nn.Module, average: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for mean, each in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(each, 0.3)
+    return loss
+
+
+def of_average(model: nn.Module, average: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return average(x).square().mean()
+
+
+def with_average() -> tuple[Any, ...]:
+    """A model, of which the last layer is frozen, and its moving average, with other values at first."""
+    model, average = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double() for _ in range(2))
+    model[2].requires_grad_(False)
+    return model, average, torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+
+def averages(rank: int, world: int) -> tuple[list[str], bool]:
+    """What differs from plain steps that train and evaluate in turn; whether the average lies where the model does."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))
+    mode, seen = spmd.DataParallel(mesh=mesh, **TWO, stages=["2"]), []
+    x = torch.arange(32.0).double().view(8, 4).sin()
+    compiled = [spmd.compile(each, parallel_mode=mode) for each in (averaged, of_average)]
+    for steps in ([averaged, of_average], compiled):
+        torch.manual_seed(0)
+        objects = with_average()
+        seen.append([snapshot(step(*objects, x), objects) for step in steps * 2])
+    pairs = zip(objects[0].parameters(), objects[1].parameters(), strict=True)
+    return all_unequal(*seen, rank, world), all(one.placements == other.placements for one, other in pairs)
+
+
+def test_an_average_lies_on_the_stages_of_what_it_averages(ranks: Ranks) -> None:
+    assert ranks.run(2, averages) == [([], True)] * 2
+
+
 def fails_once(rank: int, world: int, case: Case) -> list[str]:
     """A call in which stage 1 raises in a backward, between two that train: what differs, and what was not raised."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
