@@ -11,7 +11,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -140,7 +140,8 @@ class Trace:
             self.cleared_first = frozenset(cleared.names)
             set_data.check_end()
             scalar_indices.check_end()
-            self.final = FinalState.of(swap, result, self.carried, self.reads, self.entries).map_state(set_data.current)
+            final = FinalState.of(swap, result, self.carried, self.reads, self.entries).map_state(set_data.current)
+            self.final = replace(final, results=list(map(set_data.before, final.results)))
             branches.check_end(self.final.slots)
             return self.final.traced()
 

@@ -87,6 +87,31 @@ class SetData(Small):
         return loss
 
 
+class SetDataBack(Small):
+    """Weights that ``.data`` moves and puts back (SAM); what shared their memory before keeps what it held."""
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        parameters = list(model.parameters())
+        before, part = [p.data for p in parameters], parameters[0].detach().view(-1)[3:9]
+        for p in parameters:
+            p.data = p.data + 0.1 * p.grad
+        higher, moved = parameters[0].data, [p.data * 2 for p in parameters]
+        for p, data in zip(parameters, moved, strict=True):
+            p.data = data
+        for p in parameters:
+            p.data = p.data * 3
+        distance = sum((p.detach() - old).square().sum() for p, old in zip(parameters, before, strict=True))
+        there = F.mse_loss(model(x), y).detach()
+        for p, old in zip(parameters, before, strict=True):
+            p.data = old
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, there, distance, sum(each.sum() for each in moved), part * 1, higher
+
+
 @dataclass
 class Batch:
     """An argument or a result of a class of the user's own."""
@@ -158,7 +183,7 @@ def seen(out: Named) -> Batch:
     return Batch(x=list(out), y=None)
 
 
-CASES: list[Case] = [State(), PerClass(), GradientOfRows(), SetData(), Records()]
+CASES: list[Case] = [State(), PerClass(), GradientOfRows(), SetData(), SetDataBack(), Records()]
 
 
 @pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
