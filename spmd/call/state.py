@@ -146,6 +146,11 @@ class Arguments:
         leaves = {k for k in leaves if not isinstance(self.leaves[k].value, NO_INSTANCES)}
         return leaves | {0} if self.has_instance else leaves
 
+    def has(self, owner: Any) -> bool:
+        """Whether this is one of the modules, optimizers and objects that are compared by identity."""
+        values = [*self.modules.values(), *self.optimizers.values(), *(self.leaves[k].value for k in self.identified)]
+        return owner is not None and any(owner is each for each in values)
+
     def with_found(self, found: Sequence[Found]) -> Arguments:
         """The same, with what was found besides the arguments; all names differ."""
         if not found:

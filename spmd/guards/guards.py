@@ -125,16 +125,15 @@ class Guards:
 
     def has_owners_of(self, other: Guards) -> bool:
         """Whether both are of calls with the same modules and optimizers, or with none."""
-        return self._owners() == other._owners()
+        return self.owners() == other.owners()
 
     def shares_owners_with(self, arguments: Arguments) -> bool:
         """Whether a call has some of the same modules and optimizers, or the program has none."""
-        values = [*arguments.modules.values(), *arguments.optimizers.values()]
-        values += [arguments.leaves[k].value for k in arguments.identified]
-        owners = self._owners()
-        return not owners or any(reference() is value for reference in owners for value in values)
+        owners = self.owners()
+        return not owners or any(arguments.has(reference()) for reference in owners)
 
-    def _owners(self) -> list[Any]:
+    def owners(self) -> list[weakref.ref[Any]]:
+        """The modules, optimizers and other objects that the program is for."""
         return [*self.leaves.owners(), *self.found.expected]
 
     def admit(self, given: Arguments) -> tuple[Arguments, Live] | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 from passes import Program
 
 from ..call.call import Call
@@ -29,6 +32,7 @@ class KeptPrograms:
         self.last: Compiled | None = None
         self._used: dict[str, int] = {}  # the captured nodes of programs, by name, those of the one last run at the end
         self._changes: dict[int, str] = {}  # the reason that each program was compiled for, by its id
+        self._cleared: list[tuple[weakref.ref[Any], frozenset[str]]] = []  # by owner, also of programs that are gone
 
     @property
     def graphs(self) -> list[Program]:
@@ -50,8 +54,11 @@ class KeptPrograms:
         return [each for each in self.all if not each.guards.dead and each.guards.shares_owners_with(call.given)]
 
     def cleared_first(self, call: Call) -> frozenset[str]:
-        """The parameters whose gradient the programs so far clear before they read it, of the models of a call."""
-        return frozenset[str]().union(*(compiled.captured.cleared_first for compiled in self.of_models(call)))
+        """The parameters whose gradient the programs so far clear before they read it, of the models of a call.
+
+        Ranks have to agree on it, so also of programs that are gone: a part of their model was replaced.
+        """
+        return frozenset[str]().union(*(names for owner, names in self._cleared if call.given.has(owner())))
 
     def captures(self, call: Call) -> list[Captured]:
         """The captures of the models of a call, the newest first."""
@@ -68,6 +75,9 @@ class KeptPrograms:
         each rank's garbage collector, so nothing that ranks agree on may depend on ``all``.
         """
         self.compiled += 1
+        self._cleared = [(owner, names) for owner, names in self._cleared if owner() is not None]
+        owners = [reference() for reference in compiled.guards.owners()]
+        self._cleared += [(weakref.ref(each), compiled.captured.cleared_first) for each in owners if each is not None]
         self.all = [*(each for each in self.all if each.is_alive()), compiled]
         self._changes = {id(each): self._changes.get(id(each), change) for each in self.all}
         of_model = [each for each in self.all if each.guards.has_owners_of(compiled.guards)]

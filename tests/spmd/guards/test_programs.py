@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 import spmd
+from passes import Role
 from tests.harness.cases import MLP
 from tests.harness.oracle import all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
@@ -46,6 +48,27 @@ def compilations(rank: int, world: int, optimizer: str, style: str) -> list[tupl
 ])  # fmt: skip
 def test_from_the_second_call_on_nothing_compiles(ranks: Ranks, optimizer: str, style: str) -> None:
     assert ranks.run(2, compilations, optimizer, style) == [[(1, 1)] * 5] * 2
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("collected", [False, True])
+def test_gradients_of_a_model_with_a_new_layer_are_no_state_whenever_the_old_one_is_noticed_gone(
+    collected: bool,
+) -> None:
+    @spmd.compile
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    step(model, torch.optim.SGD(model.parameters()), torch.ones(2, 3))
+    old, model[1] = model[1], torch.nn.Linear(4, 2)
+    if collected:
+        del old
+        gc.collect()
+    step(model, torch.optim.SGD(model.parameters()), torch.ones(2, 3))
+    assert not [each.name for each in step.program.inputs if each.role is Role.GRADIENT]  # ranks notice it on their own
 
 
 def doubled(gm: fx.GraphModule) -> fx.GraphModule:
