@@ -158,7 +158,7 @@ class Call:
 
     def count(self, counters: frozenset[tuple[str, int, str]]) -> None:
         """Let these entries (optimizer, group, key) be ``hyper_parameters``, too: the step writes them."""
-        self._counters |= counters
+        self._counters = counters
         self.hyper_parameters = hyper_parameters_of(self.given.optimizers, self._counters)
 
     @cached_property

@@ -56,6 +56,24 @@ def test_parameters_that_change_groups_are_updated_with_the_new_ones() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_an_int_that_the_step_counts_in_a_group_is_read_where_state_is_made_ahead() -> None:
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = CASE.step(model, optimizer, x, y)
+        optimizer.param_groups[0]["calls"] += 1
+        return loss * optimizer.param_groups[0]["calls"]
+
+    losses = []
+    for train in (step, spmd.compile(step)):
+        torch.manual_seed(0)
+        model, _ = CASE.build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.param_groups[0]["calls"] = 0
+        losses.append([float(train(model, optimizer, *CASE.part(0, k))) for k in range(3)])
+        assert optimizer.param_groups[0]["calls"] == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.usefixtures("alone")
 def test_plain_numbers_in_optimizer_state_are_never_stale() -> None:
     trained = []
     for step in (CASE.step, spmd.compile(CASE.step)):
