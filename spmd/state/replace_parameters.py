@@ -75,7 +75,7 @@ def _newest(parameter: torch.Tensor) -> torch.Tensor:
 
 def _rebind_optimizer(optimizer: torch.optim.Optimizer, renewed: Mapping[int, torch.Tensor]) -> None:
     for group in optimizer.param_groups:
-        group["params"] = [renewed.get(id(p), p) for p in group["params"]]
+        group["params"][:] = [renewed.get(id(p), p) for p in group["params"]]  # in place: LBFGS keeps the list, too
     entries = [(renewed.get(id(p), p), values) for p, values in optimizer.state.items()]
     optimizer.state.clear()
     optimizer.state.update(entries)

@@ -163,3 +163,17 @@ def test_a_step_that_takes_parameters_knows_what_to_do() -> None:
         compiled = spmd.compile(parallel_mode=spmd.DataParallel("fully_shard"))(step)
         compiled(model, list(model.parameters()), torch.ones(2, 4))
         compiled(model, list(model.parameters()), torch.ones(2, 4))
+
+
+def test_an_lbfgs_from_before_that_calls_the_step_moves_the_split_model() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    with fake_world(2), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.LBFGS(model.parameters())
+        spmd.compile(parallel_mode=spmd.DataParallel("fully_shard"))(step)(model, torch.ones(2, 4))
+    assert [*map(id, optimizer._params)] == [*map(id, model.parameters())]
