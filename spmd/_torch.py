@@ -667,16 +667,27 @@ def python_module(text: str) -> Any:
     return PyCodeCache.load(text)
 
 
-def cpp_library(text: str) -> Any:
-    """The library of C++ kernels that Inductor wrote, as ``ctypes`` loads it, from its cache on disk. 2.11 to 2.15.
+def cpp_library(text: str) -> tuple[Any, str]:
+    """The library of C++ kernels that Inductor wrote, as ``ctypes`` loads it, and its file, in Inductor's own cache.
 
-    Raises whatever the compiler does.
+    Raises whatever the compiler does. 2.11 to 2.15.
     """
     from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache
 
     load = staticmethod(CppCodeCache._load_library_inner)  # instead of as a module of Python
     kernels: Any = type("Kernels", (CppPythonBindingsCodeCache,), {"cache": {}, "_load_library_inner": load})
-    return kernels.load(text, device_type="cpu")
+    library = kernels.load(text, device_type="cpu")
+    return library, str(library._name)
+
+
+def inductor_settings() -> list[str]:
+    """Inductor's settings that are not as it sets them itself; none while nothing has imported them. 2.11 to 2.15.
+
+    Torch's own list of changed ones has those, too, that a context changed and set back.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    found = {} if config is None else config.save_config_portable()
+    return sorted(f"{name} = {value!r}" for name, value in found.items() if value != config._config[name].default)
 
 
 def has_registered_classes(cls: type) -> bool:

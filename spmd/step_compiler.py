@@ -150,7 +150,7 @@ class StepCompiler:
         with stages.stage("cache") if options.cache_option.folder else stages.explained("finding an entry"):
             why = self._dispatch.captures.why_not_cached(call)
             shares = not self._dispatch.captures.is_apart
-            lookup = look_up(name, self._function, call, options, live, why, shares, agreement)
+            lookup = look_up(name, self._function, call, options, live, why, shares, self._islands, agreement)
             made = self._from_entry(lookup, call, agreement, stages, dump)
         if made is None:
             made = self._make(call, agreement, stages, dump, lookup, shared, notes)
@@ -233,7 +233,7 @@ class StepCompiler:
             captured.program.room = self._dispatch.room.times
             (local, pipeline), added, state = self._fitted(call, captured, agreement)
             dump.stage(1, "partition", local)
-        choosing = self._choosing(pipeline, agreement, stages)
+        choosing = self._choosing(pipeline, agreement, stages, lookup)
         with stages.stage("passes"), DisableAutocast(), choosing as pipeline:
             run = partial(options.run, local, pipeline, stages.noting(local, dump.on_pass))
             is_one = lookup.has_one_program(local, agreement)
@@ -281,11 +281,16 @@ class StepCompiler:
         if warm is None or lookup.verifies:
             return None
         captured, local, program, entry = warm.captured, warm.partitioned, warm.program, warm.number
+        if self._islands is not None and (kernels := warm.kernels) is not None:
+            self._islands.adopt(kernels)
+            stages.islands, stages.kernels = kernels.rows, kernels.text
+            pipeline = with_islands(pipeline, self._islands.choice(None))
         if Fact.STORAGE in facts_of(pipeline):
             found = storage_facts(local.inputs, call.slots, agreement.all_gather_text)
             if found != (local.stored, local.fixed):
                 local.stored, local.fixed = found
-                with DisableAutocast():
+                choosing = self._choosing(pipeline, agreement, stages, lookup)
+                with DisableAutocast(), choosing as pipeline:
                     program, _ = self._options.run(local, pipeline, stages.noting(local, dump.on_pass))
                 entry = ""  # ranks compare what they made
         check_memory(captured.program, call, captured.carried, captured.constants)
@@ -327,21 +332,31 @@ class StepCompiler:
 
     @contextmanager
     def _choosing(
-        self, pipeline: tuple[Pass, ...], agreement: Agreement, stages: CompilePhases
+        self, pipeline: tuple[Pass, ...], agreement: Agreement, stages: CompilePhases, lookup: Lookup
     ) -> Iterator[tuple[Pass, ...]]:
         """The pipeline for a backend that takes islands where they are quicker, as all ranks measure."""
-        if not isinstance(self._backend_regions, CompiledIslands):
+        if self._islands is None:
             yield pipeline
             return
-        choice = self._backend_regions.choice(agreement.all_gather_text)
+        if lookup.verifies and lookup.warm is not None and lookup.warm.kernels is not None:
+            self._islands.adopt(lookup.warm.kernels, compiles=True)
+        choice = self._islands.choice(agreement.all_gather_text)
         yield with_islands(pipeline, choice)
         choice.end()
-        stages.islands, stages.kernels = choice.times(), choice.text()
+        kernels = choice.kernels()
+        stages.islands, stages.kernels = kernels.rows, kernels.text
+        lookup.note_kernels(kernels)
 
     @property
     def _backend_regions(self) -> Compiles | None:
         """Compiles regions; None where these run op by op: by "aten", and on simulated ranks, which run no code."""
         return None if simulated() else self._regions
+
+    @property
+    def _islands(self) -> CompiledIslands | None:
+        """Compiles islands, where the backend does so."""
+        regions = self._backend_regions
+        return regions if isinstance(regions, CompiledIslands) else None
 
     def _arenas_on(self, mesh: DeviceMesh) -> Arenas:
         return self._arenas.setdefault(mesh, Arenas(self._options.keep_freed_memory))

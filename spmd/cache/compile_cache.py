@@ -28,6 +28,7 @@ from ..capture.sizes.any_size import AnySize
 from ..capture.sizes.same_program import captured_the_same
 from ..interpreter.foreign_code import is_foreign_module, is_library_file
 from ..interpreter.source_lines import warn_user
+from ..lowering.islands import CompiledIslands, Kernels
 from ..options import Options
 from ..python_state.effects.carried import Carried
 from ..python_state.reads import Reads
@@ -37,6 +38,7 @@ from .call_key import facts_of_call, facts_of_mesh, names_of
 from .captured_data import captured_from_data, captured_to_data, constant_to_data
 from .described import Describer, digest_of
 from .folder import Folder, RefusedFolderError
+from .kernel_data import kernels_from_files, kernels_to_files, surroundings_of_kernels
 from .not_cached import NotCachedError
 from .packed import as_bytes, packed, unpacked
 from .program_data import program_from_data, program_to_data
@@ -60,18 +62,21 @@ class Warm:
     reads: StoredReads
     flags: Mapping[str, Mapping[str, bool]]  # that the trace left on optimizers
     number: str  # of the compilation that stored it, equal on all ranks
+    kernels: Kernels | None  # of its islands
 
 
 @dataclass
 class Lookup:
     """What a call is looked up by, and what the look-up found.
 
-    ``why``: the reason that its capture cannot be data, and ``not_kept`` that its programs are not stored.
+    ``why``: the reason that its capture cannot be data, and ``not_kept`` that its programs are not stored. ``islands``:
+    of the step, where it has a backend that compiles them.
     """
 
     call: Call
     function: Callable[..., Any]
     live: Carried
+    islands: CompiledIslands | None = None
     folder: Folder | None = None
     key: str = ""
     number: str = ""
@@ -90,6 +95,7 @@ class Lookup:
     _flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     _slots: list[str] = field(default_factory=list)
     _data: dict[str, Any] = field(default_factory=dict)
+    _kernels: dict[str, bytes] = field(default_factory=dict)
     _text: str = ""
 
     def agree(self, agreement: Agreement) -> None:
@@ -178,15 +184,26 @@ class Lookup:
         self._data = {}
 
     def has_one_program(self, local: Program, agreement: Agreement) -> bool:
-        """Whether all ranks have this partitioned program, down to each number, so that one may run passes for all."""
+        """Whether all ranks have this partitioned program, down to each number, so that one may run passes for all.
+
+        All of them measure islands.
+        """
         if not self.is_shared:
             return False
         own = ""
-        if not self.not_kept and local.stages is None:
+        if not self.not_kept and self.islands is None and local.stages is None:
             with suppress(Exception):  # of modes of the user's, too
                 own = digest_of(program_to_data(local))
         found = set(agreement.all_gather_text(own))
         return len(found) == 1 and found != {""}
+
+    def note_kernels(self, kernels: Kernels) -> None:
+        """Take the kernels of the program's islands as files."""
+        if self._data and self._is_kept:
+            try:
+                self._kernels = kernels_to_files(kernels)
+            except NotCachedError as error:
+                self.not_kept = str(error)
 
     def note_programs(self, captured: Program, partitioned: Program, program: Program) -> None:
         """Take the programs as data, and note in the report why there will be no entry."""
@@ -207,7 +224,7 @@ class Lookup:
         if self.folder is None or not self._is_kept or not self._data or self.warm is not None:
             return
         files = {f"{name}.json": as_bytes(data) for name, data in self._data.items()}
-        files["program.py"] = self._text.encode()  # for people; nothing reads it
+        files |= {**self._kernels, "program.py": self._text.encode()}  # the last is for people; nothing reads it
         try:
             self.folder.write(f"{self.key}-{self.number}-{_rank()}", files)
         except OSError as error:
@@ -250,13 +267,15 @@ def look_up(
     live: Carried,
     excluded: str,
     shares: bool,
+    islands: CompiledIslands | None,
     agreement: Agreement,
 ) -> Lookup:
     """Look for the entry of a call. All ranks call it together.
 
-    ``excluded``: a reason that it can have none. ``shares``: whether one rank may capture for all.
+    ``excluded``: a reason that it can have none. ``shares``: whether one rank may capture for all. ``islands``: of the
+    step, where it has a backend that compiles them.
     """
-    lookup = Lookup(call, function, live, why=excluded or _not_data(call, options, live))
+    lookup = Lookup(call, function, live, islands, why=excluded or _not_data(call, options, live))
     setting, connection = options.cache_option, agreement.connection
     shares = (
         shares and connection is not None and connection.timeout >= _LEAST_TIMEOUT and not _has_library_modules(call)
@@ -304,11 +323,11 @@ def _describe(lookup: Lookup, name: str, options: Options, shares: bool) -> None
         describer = Describer(lookup.names)
         step, _, _ = name.rpartition("/")  # the program's number says in which order calls came
         facts = facts_of_call(step, lookup.function, call, options, lookup.live.leaves, describer)
-        around = surroundings()
+        around, of_kernels = surroundings(), surroundings_of_kernels() if lookup.islands is not None else None
     except Exception as error:  # of objects of the user's, too: the step compiles all the same
         lookup.why = str(error) or type(error).__name__
         return
-    lookup.key = digest_of([facts, around])
+    lookup.key = digest_of([facts, around, of_kernels])
     lookup._context = digest_of([{k: v for k, v in facts.items() if k not in _OF_SIZES}, around])
     if shares:
         lookup.shared_key = digest_of([{**facts, "mesh": facts_of_mesh(call)}, around])
@@ -341,7 +360,7 @@ def _not_kept(call: Call, options: Options) -> str:
     """Why programs are not kept whose capture is data: options with code of the user's, or what entries do not hold."""
     reasons = {
         "it has a gm_transformation": options.gm_transformation,
-        "it has a backend": options.backend != "aten",
+        "it has a backend of the user's": callable(options.backend),
         "its programs are edited": options.program,
         "it has a budget of memory": options.memory,
         "it defers updates": options.mode.defer_updates,
@@ -355,11 +374,12 @@ def _not_kept(call: Call, options: Options) -> str:
 
 def _bind(lookup: Lookup, folder: Folder, entry: Path) -> Warm:
     """Bind an entry to the objects of a call. Raises one of ``_READ`` if it is damaged, or not of such a call."""
-    contents = folder.read(entry).items()
-    data = {name.removesuffix(".json"): json.loads(each) for name, each in contents if name.endswith(".json")}
+    files = folder.read(entry)
+    data = {name.removesuffix(".json"): json.loads(each) for name, each in files.items() if name.endswith(".json")}
     captured, reads = _bind_capture(lookup, data)
     partitioned, program = (program_from_data(data[name], lookup.call.mesh) for name in ("partitioned", "final"))
-    return Warm(captured, partitioned, program, reads, data["flags"], entry.name.split("-")[1])
+    kernels = None if lookup.islands is None else kernels_from_files(data["kernels"], files, lookup.islands)
+    return Warm(captured, partitioned, program, reads, data["flags"], entry.name.split("-")[1], kernels)
 
 
 def _bind_capture(lookup: Lookup, data: Mapping[str, Any]) -> tuple[Captured, StoredReads]:

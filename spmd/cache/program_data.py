@@ -21,6 +21,7 @@ from passes._torch import SYMBOLIC_FUNCTIONS
 from passes.ir.collectives import Collective, Kind
 from passes.ir.meta import KEYS
 from passes.ir.origin import Origin
+from passes.ir.region import Island
 from passes.ir.roles import Phase
 from passes.ir.schemas import position_of
 from passes.runtime import arena, collective_ops, ctc_loss, host_memory, random, rooms
@@ -113,16 +114,18 @@ class _Writer:
     program: Program
     vals: dict[str, int] = field(default_factory=dict)  # the tables of the data: each spec, and each text, once
     texts: dict[str, int] = field(default_factory=dict)
+    islands: dict[Island, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.index = {node: k for k, node in enumerate(self.program.graph.nodes)}
+        self.index: dict[fx.Node, int] = {}  # of each node in its own graph
         axes = (*self.program.mesh.axes, *self.program.mesh.subgroups)
         self.groups = {axis.group: [axis.name, "group"] for axis in axes if axis.group}
         self.groups |= {axis.gathers: [axis.name, "gathers"] for axis in axes if axis.gathers}
 
     def data(self) -> dict[str, Any]:
         program = self.program
-        nodes = [self.node(node) for node in program.graph.nodes]
+        nodes = self.nodes(program.graph)
+        islands = [[island.name, self.nodes(island.graph)] for island in [*self.islands]]
         return {
             "name": program.name,
             "history": program.history,
@@ -141,7 +144,12 @@ class _Writer:
             "vals": list(self.vals),
             "texts": list(self.texts),
             "nodes": nodes,
+            "islands": islands,
         }
+
+    def nodes(self, graph: fx.Graph) -> list[list[Any]]:
+        self.index |= {node: k for k, node in enumerate(graph.nodes)}
+        return [self.node(node) for node in graph.nodes]
 
     def node(self, node: fx.Node) -> list[Any]:
         """Name, kind, target, arguments and meta."""
@@ -160,6 +168,8 @@ class _Writer:
             return f"op:{_op(node.target)}"
         if node.op == "call_function" and id(node.target) in _names_of_functions():
             return f"function:{_names_of_functions()[id(node.target)]}"
+        if type(node.target) is Island:
+            return f"island:{self.islands.setdefault(node.target, len(self.islands))}"
         raise NotCachedError(f"its program has {node.name}, which calls {node.target}, no op of torch's")
 
     def argument(self, value: Any, is_group: bool = False) -> Any:
@@ -220,19 +230,28 @@ class _Reader:
     def graph(self, data: Mapping[str, Any]) -> fx.Graph:
         self.vals = [self.fake(spec) for spec in data["vals"]]
         self.texts: list[str] = data["texts"]
+        self.islands = [Island(name, self.read(nodes)) for name, nodes in data["islands"]]
+        return self.read(data["nodes"])
+
+    def read(self, nodes: Sequence[Sequence[Any]]) -> fx.Graph:
+        """A graph by its nodes."""
         self.nodes: list[fx.Node] = []
         graph = fx.Graph()
-        for name, op, target, args, kwargs, meta in data["nodes"]:
+        for name, op, target, args, kwargs, meta in nodes:
             values = tuple(map(self.argument, args))
             named = {key: self.argument(value) for key, value in kwargs.items()}
             kind, named_target = self.texts[op], self.texts[target]
-            called = target_of(named_target) if kind == "call_function" else named_target
+            called = self.called(named_target) if kind == "call_function" else named_target
             node = graph.create_node(kind, called, values, named, name=name)
             if node.name != name:
                 raise ValueError(f"two nodes are called {name}")
             node.meta = {key: self.meta(key, value) for key, value in meta.items()}
             self.nodes.append(node)
         return graph
+
+    def called(self, text: str) -> Any:
+        kind, _, number = text.partition(":")
+        return self.islands[int(number)] if kind == "island" else target_of(text)
 
     def fake(self, spec: str) -> Any:
         dtype, shape, stride, device = spec.split(";")

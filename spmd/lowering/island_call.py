@@ -12,14 +12,19 @@ from torch import Tensor
 from passes import PassError
 
 from .island_code import IslandCode
+from .island_library import IslandLibrary
 
 
 class CompiledIsland:
     """An island as a C function. ``scratch``: gives memory for temporaries of these sizes."""
 
-    def __init__(self, code: IslandCode, function: Any, scratch: Callable[[Sequence[int]], list[Tensor]]) -> None:
-        self.code, self._function, self._scratch = code, function, scratch
-        function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
+    def __init__(
+        self, code: IslandCode, library: IslandLibrary, scratch: Callable[[Sequence[int]], list[Tensor]]
+    ) -> None:
+        """Raises ``AttributeError`` if the library has no such function."""
+        self.code, self.library, self._scratch = code, library, scratch
+        self._function: Any = getattr(library.functions, code.name)
+        self._function.argtypes, self._function.restype = [ctypes.c_void_p], ctypes.c_int
 
     def bind(self, operands: Sequence[Tensor | None], vals: Sequence[Tensor]) -> Callable[..., None]:
         """A function that runs the island on ``operands``, and takes those that are None at each call.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ from passes.analysis.structural_keys import text_of
 from passes.measured import IslandTime
 from passes.schedule.op_work import work_of
 
-from .._torch import cpp_library
 from ..interpreter.source_lines import warn_user
 from .island_call import CompiledIsland
 from .island_check import difference
 from .island_code import IslandCode, NoKernelError, island_code
 from .island_launch import LaunchedIsland
+from .island_library import IslandLibrary
 from .island_times import seconds_of
 
 AllGatherText = Callable[[str], list[str]]
@@ -35,16 +36,35 @@ _LEAST_GAIN = 1.02
 _HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 
 
+MadeIsland = CompiledIsland | LaunchedIsland | str  # the last: why there is none
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """All that was made for the islands of a program, by key, and decided: what a later process needs to do the same.
+
+    ``seconds``: op by op, and as kernels. ``chosen``: whether each is taken, by the keys of all that were found
+    together. ``rows`` and ``text``: for the report.
+    """
+
+    made: Mapping[str, MadeIsland]
+    seconds: Mapping[str, tuple[float, float]]
+    chosen: Mapping[tuple[str, ...], list[bool]]
+    rows: tuple[IslandTime, ...]
+    text: str
+    failure: str = ""  # of the compiler, which may do better in a later process
+
+
 class CompiledIslands:
     """The islands of a step's programs, by key, and what is known of each."""
 
     def __init__(self) -> None:
-        self._made: dict[str, CompiledIsland | LaunchedIsland | str] = {}  # or why there is none
+        self._made: dict[str, MadeIsland] = {}
         self.seconds: dict[str, tuple[float, float]] = {}
         self._chosen: dict[tuple[str, ...], list[bool]] = {}  # by the keys of all islands of a program
         self._count = 0
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._is_warned = False
+        self.failure = ""  # of the compiler
 
     def compiled(self, island: Any) -> Any:
         """The compiled form of an island; that of another region, or where there is none, is itself."""
@@ -55,11 +75,21 @@ class CompiledIslands:
         made = self._made[key]
         return island if isinstance(made, str) else made
 
-    def made(self, key: str) -> CompiledIsland | LaunchedIsland | str:
+    def made(self, key: str) -> MadeIsland:
         """The island of a key as it was compiled, or why it was not."""
         return self._made[key]
 
-    def choice(self, exchange: AllGatherText) -> Choice:
+    def adopt(self, kernels: Kernels, compiles: bool = False) -> None:
+        """Take the kernels of an earlier process, and what ranks decided there; all of them do so together.
+
+        With ``compiles`` only what was measured: it decides for kernels that are compiled here.
+        """
+        self.seconds |= kernels.seconds
+        if not compiles:
+            self._made |= kernels.made
+            self._chosen |= kernels.chosen
+
+    def choice(self, exchange: AllGatherText | None) -> Choice:
         """What decides, for one compilation, which islands are taken, together with the other ranks."""
         return Choice(self, exchange)
 
@@ -73,6 +103,10 @@ class CompiledIslands:
             self._measure(dict(zip(keys, islands, strict=True)))
             figures = exchange(json.dumps([self.seconds.get(key) for key in keys]))
             self._chosen[keys] = [_is_quicker(each) for each in zip(*map(json.loads, figures), strict=True)]
+        return self.chosen(keys)
+
+    def chosen(self, keys: tuple[str, ...]) -> list[bool]:
+        """What was decided for islands with these keys, which were found together."""
         return self._chosen.get(keys, [True] * len(keys))
 
     def _measure(self, islands: dict[str, Island]) -> None:
@@ -109,18 +143,18 @@ class CompiledIslands:
 
     def _load(self, codes: dict[str, IslandCode]) -> None:
         try:
-            library = cpp_library(_HEADER + "\n".join(code.text for code in codes.values()))
+            library = IslandLibrary.compiled(_HEADER + "\n".join(code.text for code in codes.values()))
         except Exception as error:  # of the compiler, of many kinds
             self._made |= dict.fromkeys(codes, f"{type(error).__name__}: {error}")
-            if not self._is_warned:
-                self._is_warned = True
+            if not self.failure:
+                self.failure = f"{error}" or type(error).__name__
                 warn_user(
                     f'backend="inductor" runs ops of aten, since C++ does not compile here: {error}\nInstall g++, or '
                     "set CXX to a compiler"
                 )
             return
         for key, code in codes.items():
-            self._made[key] = CompiledIsland(code, getattr(library, code.name), self.scratch)
+            self._made[key] = CompiledIsland(code, library, self.scratch)
 
     def scratch(self, sizes: Sequence[int]) -> list[Tensor]:
         """Memory for temporaries, the same for all islands, since one runs at a time."""
@@ -132,15 +166,16 @@ class CompiledIslands:
 class Choice:
     """Decides, for one compilation, which islands are taken; after ``end`` as it was decided then."""
 
-    def __init__(self, islands: CompiledIslands, exchange: AllGatherText) -> None:
-        self._islands = islands
-        self._exchange: AllGatherText | None = exchange
+    def __init__(self, islands: CompiledIslands, exchange: AllGatherText | None) -> None:
+        self._islands, self._exchange = islands, exchange
         self._found: dict[str, list[tuple[Island, bool]]] = defaultdict(list)  # by key, those of all programs
+        self._together: list[tuple[str, ...]] = []
 
     def __call__(self, found: Sequence[Island]) -> Sequence[bool]:
         """Whether each island is taken."""
         chosen = self._islands.choose(found, self._exchange)
         if self._exchange is not None:
+            self._together.append(tuple(map(key_of, found)))
             for island, is_taken in zip(found, chosen, strict=True):
                 self._found[key_of(island)].append((island, is_taken))
         return chosen
@@ -148,6 +183,14 @@ class Choice:
     def end(self) -> None:
         """All is decided."""
         self._exchange = None
+
+    def kernels(self) -> Kernels:
+        """All that was made and decided."""
+        islands, found = self._islands, self._found
+        seconds = {key: islands.seconds[key] for key in found if key in islands.seconds}
+        chosen = {keys: islands.chosen(keys) for keys in self._together}
+        made = {key: islands.made(key) for key in found}
+        return Kernels(made, seconds, chosen, self.times(), self.text(), islands.failure)
 
     def times(self) -> tuple[IslandTime, ...]:
         """A row for each distinct island."""

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import passes
 import spmd
 from passes.ir.region import islands
+from spmd.lowering import island_library
 from spmd.lowering import islands as compiled_islands
 from spmd.lowering.islands import CompiledIslands
 from tests.harness.cases import MLP, clipped, make_optimizer
@@ -156,7 +157,7 @@ def test_without_a_compiler_aten_computes_and_one_warning_says_so(monkeypatch: p
     def no_compiler(text: str) -> Any:
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(compiled_islands, "cpp_library", no_compiler)
+    monkeypatch.setattr(island_library, "cpp_library", no_compiler)
     step, expected, got = spmd.compile(Blocks.step, backend="inductor"), small(), small()
     with pytest.warns(UserWarning, match="No working C") as caught:
         for rows in (6, 4):

@@ -12,6 +12,7 @@ import pytest
 import passes
 import spmd
 from passes import Program, print_program
+from passes.ir.region import islands
 from spmd.cache.captured_data import captured_from_data
 from spmd.cache.program_data import program_from_data, program_to_data, scalar_from_data, target_of
 from spmd.capture.captured import Captured
@@ -37,10 +38,15 @@ def test_a_field_that_is_added_is_read_or_is_named_here(cls: type) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-def test_programs_are_read_back_as_they_are(style: Any) -> None:
+@pytest.mark.parametrize(
+    ("style", "pipeline"),
+    [("replicate", passes.default()), ("fully_shard", passes.with_islands(passes.default()))],
+)
+def test_programs_are_read_back_as_they_are(style: Any, pipeline: Any) -> None:
     with fake_world(2):
-        step, _ = compiled_run(0, MLP(optimizer="AdamW"), 1, parallel_mode=spmd.DataParallel(style))
+        mode = spmd.DataParallel(style)
+        step, _ = compiled_run(0, MLP(optimizer="AdamW"), 1, parallel_mode=mode, passes=pipeline)
+        assert bool(islands(step.program.graph)) is (style == "fully_shard")
         for compiled in step._dispatch.programs.all:
             read = [_read_back(program) for program in compiled.graphs]
             for program, again in zip(compiled.graphs, read, strict=True):
