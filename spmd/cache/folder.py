@@ -1,7 +1,7 @@
 """The folder of the cache: an entry is a folder of files, with a manifest that has the hash of each.
 
-It is private to its user: code is not among what is read, but what is read decides what a step computes. Entries are
-written beside their place and renamed, so that there are whole ones only; the least recently used go first.
+It is private to its user: what is read decides what a step computes, and has libraries of kernels, which run. Entries
+are written beside their place and renamed, so that there are whole ones only; the least recently used go first.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from .packed import as_bytes
 
 _DATA, _TEXT = "kernels.json", "kernels.cpp"
 _CPU_FACTS = Path("/proc/cpuinfo")
-_OF_CPU = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")  # the last three: also of ARM
+_OF_CPU = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")  # the last two: of ARM
 
 
 def kernels_to_files(kernels: Kernels) -> dict[str, bytes]:
@@ -81,16 +82,17 @@ def surroundings_of_kernels() -> list[Any]:
 
     The compiler is compared by its file, which is quicker to look at than to run.
     """
-    compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     settings = [each for each in sorted(os.environ.items()) if each[0].startswith("TORCHINDUCTOR_")]
     settings = [(name, value) for name, value in settings if name != "TORCHINDUCTOR_CACHE_DIR"]  # torch sets it
-    return [_processor(), _file(compiler), settings, inductor_settings()]
+    return [_processor(_CPU_FACTS), compiler, _file(shutil.which(compiler)), settings, inductor_settings()]
 
 
-def _processor() -> list[str]:
+@cache
+def _processor(facts: Path) -> list[str]:
     with suppress(OSError):
-        lines = _CPU_FACTS.read_text().splitlines()
-        return sorted({line for line in lines if line.startswith(_OF_CPU)})
+        lines = facts.read_text().splitlines()
+        return sorted({line for line in lines if line.startswith(_OF_CPU)}) or lines
     return [platform.processor()]
 
 
