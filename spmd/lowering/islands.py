@@ -136,6 +136,9 @@ class CompiledIslands:
                 self._made[key] = str(error)
         if codes:
             self._load(codes)
+        whys = [each for each in self._made.values() if isinstance(each, str)]
+        if whys and len(whys) == len(self._made):
+            self._warn(whys[0])
 
     def _is_launched(self, island: Island) -> bool:
         """Whether kernels are launched one by one: on a GPU, where no C++ of ours can call them."""
@@ -145,16 +148,20 @@ class CompiledIslands:
         try:
             library = IslandLibrary.compiled(_HEADER + "\n".join(code.text for code in codes.values()))
         except Exception as error:  # of the compiler, of many kinds
-            self._made |= dict.fromkeys(codes, f"{type(error).__name__}: {error}")
-            if not self.failure:
-                self.failure = f"{error}" or type(error).__name__
-                warn_user(
-                    f'backend="inductor" runs ops of aten, since C++ does not compile here: {error}\nInstall g++, or '
-                    "set CXX to a compiler"
-                )
+            why = f"{type(error).__name__}: {error}"
+            self._made |= dict.fromkeys(codes, why)
+            self._warn(why)
             return
         for key, code in codes.items():
             self._made[key] = CompiledIsland(code, library, self.scratch)
+
+    def _warn(self, why: str) -> None:
+        if not self.failure:
+            self.failure = why
+            warn_user(
+                f'backend="inductor" runs ops of aten, since no kernels compile here: {why}\nInstall g++, or set CXX '
+                "to a compiler; on a GPU, install Triton"
+            )
 
     def scratch(self, sizes: Sequence[int]) -> list[Tensor]:
         """Memory for temporaries, the same for all islands, since one runs at a time."""

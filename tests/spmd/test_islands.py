@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import passes
 import spmd
 from passes.ir.region import islands
-from spmd.lowering import island_library
+from spmd.lowering import island_code, island_library
 from spmd.lowering import islands as compiled_islands
 from spmd.lowering.islands import CompiledIslands
 from tests.harness.cases import MLP, clipped, make_optimizer
@@ -153,11 +153,16 @@ def test_equal_layers_share_kernels_and_the_report_has_a_row_for_each(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_without_a_compiler_aten_computes_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_compiler(text: str) -> Any:
+@pytest.mark.parametrize(("module", "name"), [(island_library, "cpp_library"), (island_code, "inductor_code")])
+def test_without_a_compiler_aten_computes_and_one_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    """Inductor asks for one while it writes code, unless it has found one before."""
+
+    def no_compiler(*given: Any) -> Any:
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(island_library, "cpp_library", no_compiler)
+    monkeypatch.setattr(module, name, no_compiler)
     step, expected, got = spmd.compile(Blocks.step, backend="inductor"), small(), small()
     with pytest.warns(UserWarning, match="No working C") as caught:
         for rows in (6, 4):
