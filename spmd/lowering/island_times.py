@@ -106,9 +106,12 @@ def _bound(graph: fx.Graph, operands: int, compiles: Compiles) -> Bound:
 
 
 def example(val: torch.Tensor) -> torch.Tensor:
-    """Numbers between 0 and 1, of which most functions are finite, and ones for integers, which may be divisors."""
+    """Numbers between 0 and 1, of which most functions are finite; integers from 1 to 7, which may be divisors."""
     made = torch.empty(extent(val.shape, val.stride()), dtype=val.dtype)
     own = torch.Generator().manual_seed(0)  # that of the user stays as it is
-    made = made.uniform_(generator=own) if val.dtype.is_floating_point else made.fill_(1)
+    if val.dtype.is_floating_point:
+        made.uniform_(generator=own)
+    else:
+        made.random_(*((0, 2) if val.dtype is torch.bool else (1, 8)), generator=own)
     made = made.to(val.device)
     return made.as_strided(val.shape, val.stride())  # also where elements share memory, as in an expanded one
