@@ -646,6 +646,7 @@ def inductor_code(graph: fx.GraphModule, examples: Sequence[torch.Tensor], mode:
     """The Python module that Inductor writes for a graph, with its kernels; nothing is compiled. 2.11 to 2.15.
 
     The text says how kernels of a GPU are tuned: not by what this rank measures, or another one might sum otherwise.
+    Casts of the graph round, also to bf16 and back, which Inductor would leave out.
     """
     from torch._inductor import config
     from torch._inductor.debug import DebugContext
@@ -653,8 +654,8 @@ def inductor_code(graph: fx.GraphModule, examples: Sequence[torch.Tensor], mode:
     from torch._inductor.virtualized import V
 
     lowering = GraphLowering(graph, example_inputs=list(examples), shape_env=mode.shape_env, is_inference=True)
-    untuned = config.patch({"triton.autotune_pointwise": False, "max_autotune": False})
-    with untuned, V.set_fake_mode(mode), DebugContext(), V.set_graph_handler(lowering):
+    options = {"triton.autotune_pointwise": False, "max_autotune": False, "emulate_precision_casts": True}
+    with config.patch(options), V.set_fake_mode(mode), DebugContext(), V.set_graph_handler(lowering):
         lowering.run(*examples)
         code = lowering.codegen()[0]
     return str(getattr(code, "value", code))

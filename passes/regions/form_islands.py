@@ -34,6 +34,11 @@ Choose = Callable[[Sequence[Island]], Sequence[bool]]
 _FILLS = (Trait.FULL, Trait.ZEROS, Trait.ONES)
 _COMPUTED = aten("mish_backward silu_backward")  # made of other ops where they have no kernel: never their operand
 _RESHAPES = aten("_unsafe_view reshape")
+# Kernels round a quotient down that ops take from an exact remainder: 1.0 // 0.1 is 9, not 10. The last two overflow.
+_OTHERWISE = aten(
+    "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor fmod.Tensor fmod.Scalar floor_divide "
+    "floor_divide.Scalar div.Tensor_mode div.Scalar_mode acosh nextafter"
+)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 
 
@@ -148,7 +153,7 @@ class _Runs:
         """Whether an island may hold ``node``, by its op, and by where its operands lie."""
         if not is_functional(node) or not is_of_tensors(node) or not all(map(_is_common, _tensors(node))):
             return False
-        if node.meta.get("phase") is Phase.UPDATE or node in self._updates:
+        if node.meta.get("phase") is Phase.UPDATE or node in self._updates or _is_otherwise(node):
             return False
         if any(each.op == "placeholder" and overlaps(each.meta["val"]) for each in node.all_input_nodes):
             return False  # the next call may bring one that is not expanded
@@ -215,6 +220,11 @@ class _Runs:
 
 def _is_pointwise(node: fx.Node) -> bool:
     return has(node.target, Trait.POINTWISE, *_FILLS) or is_view(node) or _joins_columns(node)
+
+
+def _is_otherwise(node: fx.Node) -> bool:
+    """Whether kernels compute another number than an op: not of integers, which they divide exactly."""
+    return node.target in _OTHERWISE and node.meta["val"].dtype.is_floating_point
 
 
 def _joins_columns(node: fx.Node) -> bool:

@@ -299,3 +299,18 @@ def test_an_operand_may_be_expanded() -> None:
     made = CompiledIslands()
     made.choose([island], lambda text: [text])
     assert island.placeholders[0].meta["val"].stride() == (0, 0) and made.seconds
+
+
+@pytest.mark.slow
+def test_casts_round_as_the_step_says() -> None:
+    """Inductor would leave out a cast to bf16 and back, and compute with what was not rounded."""
+
+    def step(x: Any, y: Any) -> Any:
+        rounded = aten._to_copy.default(aten.mul.Tensor(x, y), dtype=torch.bfloat16)
+        return (aten.mul.Tensor(aten._to_copy.default(rounded, dtype=torch.float32), y),)
+
+    x = torch.rand(6, 8)
+    (island,) = islands(passes.run(make_program(step, x=x, y=x), [passes.FormIslands()]).graph).values()
+    got = torch.empty(6, 8)
+    CompiledIslands().compiled(island).bind([x, x + 1, got], [x, x, x])()
+    assert torch.equal(got, (x * (x + 1)).bfloat16().float() * (x + 1))

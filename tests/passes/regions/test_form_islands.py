@@ -48,6 +48,17 @@ def rotated() -> Program:
     return make_program(step, x=f64(8, 8), w=f64(8, 8), cos=f64(4, 4))
 
 
+def divided() -> Program:
+    """Quotients that are rounded down, of integers and of floats."""
+
+    def step(x: Any, n: Any) -> Any:
+        bucket = aten.floor_divide.default(aten.add.Tensor(n, 1), 3)
+        steps = aten.div.Tensor_mode(aten.exp.default(x), x, rounding_mode="floor")
+        return aten.mul.Tensor(bucket, n), aten.mul.Tensor(aten.sin.default(steps), steps)
+
+    return make_program(step, x=f64(4, 4), n=torch.empty(4, 4, dtype=torch.int64))
+
+
 def repeated() -> Program:
     """Ops of backward that read forward's values alone, one of them a repetition, and an op of the update."""
 
@@ -109,6 +120,11 @@ def test_nothing_moves_to_another_phase_or_becomes_a_repetition_of_forward() -> 
     assert inside(program) == [["sin", "exp"], ["neg", "cos"], ["mul"]]
     order = [node.name for node in program.graph.nodes]
     assert order.index("mm_1") < order.index("cos") < order.index("mul") < order.index("sub")
+
+
+def test_floats_are_divided_by_ops_where_the_quotient_is_rounded_down() -> None:
+    """1.0 // 0.1 is 9, of which kernels make 10."""
+    assert inside(run(divided(), [FormIslands()])) == [["add", "floor_divide", "mul"], ["sin", "mul_1"]]
 
 
 @pytest.mark.parametrize("make", PROGRAMS)
