@@ -11,6 +11,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,13 +68,18 @@ class CompiledIslands:
         self.failure = ""  # of the compiler
 
     def compiled(self, island: Any) -> Any:
-        """The compiled form of an island; that of another region, or where there is none, is itself."""
+        """The compiled form of an island; that of another region, or where there is none, is itself.
+
+        An island that has no memory for its results, as ``ReuseMemory`` gives it, becomes a function that returns them.
+        """
         if not isinstance(island, Island):
             return island
         key = key_of(island)
         self._compile({key: island})
         made = self._made[key]
-        return island if isinstance(made, str) else made
+        if isinstance(made, str):
+            return island
+        return made if island.outs else partial(_into_new, made, island.with_outs())
 
     def made(self, key: str) -> MadeIsland:
         """The island of a key as it was compiled, or why it was not."""
@@ -220,6 +226,13 @@ class Choice:
                 names = ", ".join(each.name for each, _ in calls)
                 parts.append("\n".join([f"// {names}: {made.code.kernels} kernels of", *ops, made.code.text]))
         return "\n".join([_HEADER, *parts]) if parts else ""
+
+
+def _into_new(made: CompiledIsland | LaunchedIsland, writing: Island, *operands: Tensor) -> tuple[Tensor, ...]:
+    vals: list[Tensor] = [node.meta["val"] for node in writing.placeholders]
+    outs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in vals[len(operands) :]]
+    made.bind([*operands, *outs], vals)()
+    return tuple(outs)
 
 
 def _saved(island: Island) -> int:
