@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             f"srun has started this on {hosts} hosts, each of which would train by itself: pass --nnodes {hosts} and "
             "--rdzv-endpoint HOST:PORT, or, if that is meant, --nnodes 1"
         )
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # peers that are gone are no news; torch reads it once
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER] = folder
         return _run_torchrun(_torchrun_options(arguments), Path(folder))
@@ -103,11 +104,11 @@ def _run_torchrun(options: list[str], folder: Path) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     parsed = torchrun.parse_args(options)
     count = torchrun.determine_local_world_size(parsed.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(_cores() // count, _MOST_THREADS))))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank whose peers are gone is no news
     logging.disable()  # in this process alone; the ranks log for themselves
     try:
         torchrun.run(parsed)
@@ -119,11 +120,23 @@ def _run_torchrun(options: list[str], folder: Path) -> int:
         rank, failure = failed.get_first_failure()
         _explain(rank, failure.exitcode, folder)
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    except RendezvousError as lost:  # such as where the host that has torchrun's store has failed and ended
+        if not any(folder.glob(f"{FAILED}-*")):
+            print(_lost(lost, parsed.rdzv_endpoint), file=sys.stderr)
+        return 1
     return 0
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _lost(error: Exception, endpoint: str) -> str:
+    reason = str(error.__cause__ or error).partition("\n")[0]
+    return (
+        f"spmd run: no connection to the other hosts at {endpoint} ({reason}); if a rank of another host has failed, "
+        "that host prints why"
+    )
 
 
 def _explain(rank: int, exit_code: int, folder: Path) -> None:

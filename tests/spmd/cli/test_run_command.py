@@ -18,9 +18,9 @@ from spmd.cli.commands import main
 
 from ...harness import programs
 
-# Without torch, so that ranks start at once. ``follow``: rank 0 raises what a call of a step raises once rank 1 failed.
+# Without torch, so that ranks start at once. ``follow``: a rank fails, and the other raises what its step does.
 SCRIPT = """
-import os, sys, time, types
+import atexit, os, sys, time, types
 rank, world, how = os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1]
 sys.stdout.write(f"rank {rank} of {world}, {sys.argv}, {__name__}, threads {os.environ['OMP_NUM_THREADS']}\\n")
 class RankFailedError(Exception): ...
@@ -29,10 +29,14 @@ if how == "all":
     raise ValueError(f"bad configuration")
 if how == "one" and rank == "1":
     raise ValueError("bad row")
-if how == "follow" and rank == "1":
+if how == "follow" and rank == sys.argv[2]:
+    atexit.register(open(sys.argv[3], "w").close)  # its error has been printed
     raise ValueError("bad row")
+if how == "follow" and rank == "1":
+    time.sleep(60)  # until its host has lost rank 0's
 if how == "follow":
-    time.sleep(2)  # its host has the store, which the other one needs to say what failed
+    while not os.path.exists(sys.argv[3]):
+        time.sleep(0.01)
     raise RankFailedError("rank 1 failed")
 if how == "message":
     sys.exit("nothing to train")
@@ -89,21 +93,37 @@ def test_ranks_that_start_again(script: Path) -> None:
     assert len(done.stdout.splitlines()) in (3, 4)  # torchrun may end a rank before it has printed
 
 
+def wait_until_bound(endpoint: str) -> None:
+    host, port = endpoint.split(":")
+    for _ in range(6000):
+        with socket.socket() as probe:
+            if probe.connect_ex((host, int(port))) == 0:
+                return
+        time.sleep(0.01)
+    raise TimeoutError(f"nothing listens on {endpoint}")
+
+
 @pytest.mark.processes
-def test_hosts_that_find_each_other(script: Path) -> None:
+@pytest.mark.parametrize("fails", [0, 1])
+def test_hosts_that_find_each_other(fails: int, script: Path, tmp_path: Path) -> None:
+    """The host that starts first has rank 0 and torchrun's store: once it has ended, the other one has lost that."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         endpoint = f"localhost:{free.getsockname()[1]}"
-    options = ["-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, script, "follow"]
+    arguments = [script, "follow", fails, tmp_path / "failed"]
     variables = {"NNODES": "2", "NPROC_PER_NODE": "1", "RDZV_BACKEND": "c10d", "RDZV_ENDPOINT": endpoint}  # by Kubeflow
     with ThreadPoolExecutor() as pool:
-        one = pool.submit(launched, *options)
-        done = [launched(script, "follow", **{f"PET_{name}": value for name, value in variables.items()}), one.result()]
+        one = pool.submit(launched, "-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, *arguments)
+        wait_until_bound(endpoint)
+        two = pool.submit(launched, *arguments, **{f"PET_{name}": value for name, value in variables.items()})
+        done = [one.result(), two.result()]
     assert [each.returncode for each in done] == [1, 1]
     errors = [each.stderr for each in done]
-    own = [text for text in errors if text.endswith("ValueError: bad row\non rank 1 of 2\n")]
-    assert len(own) == 1, errors  # the other host says that it has lost this one, as far as torch lets it
-    assert all(text.count("Traceback") <= 1 for text in errors)
+    (own,) = [text for text in errors if text.endswith(f"ValueError: bad row\non rank {fails} of 2\n")]
+    (other,) = [text for text in errors if text is not own]
+    assert own.count("Traceback") == 1, own
+    expected = ["if a rank of another host has failed, that host prints why\n", "RankFailedError: rank 1 failed\n"]
+    assert "Traceback" not in other and other.endswith(expected[fails]), other
 
 
 @pytest.mark.processes
