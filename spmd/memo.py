@@ -22,6 +22,9 @@ class _Key:
     key: Any
 
 
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, _Key})
+
+
 class Shapes:
     """The results of calls on fake tensors. They have no data and are never written to, so nodes may share them."""
 
@@ -67,6 +70,8 @@ def memo_key(value: Any) -> Any:
 
     Numbers that are known at a call only have their type in common, except where they may be the length of a dim.
     """
+    if type(value) in _PLAIN:  # most are; to ask for a tensor takes longer
+        return type(value), value  # 1, 1.0 and True are equal
     if isinstance(value, torch.Tensor):
         flags = value.is_conj(), value.is_neg(), value.layout
         layout = memo_key(value.shape), memo_key(value.stride()), memo_key(value.storage_offset())
@@ -77,7 +82,7 @@ def memo_key(value: Any) -> Any:
         return tuple((key, memo_key(item)) for key, item in value.items())
     if isinstance(value, (torch.SymFloat, torch.SymBool)):
         return type(value)
-    return object() if isinstance(value, torch.SymInt) else (type(value), value)  # 1, 1.0 and True are equal
+    return object() if isinstance(value, torch.SymInt) else (type(value), value)
 
 
 def _vals(args: Any, kwargs: Any) -> Any:

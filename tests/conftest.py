@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 os.environ["SPMD_QUIET"] = "1"  # the ranks and programs that tests start, too
 
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # variables that a launcher sets
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
@@ -43,12 +45,20 @@ def alone() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def unseeded() -> Iterator[None]:
-    """What a test chose with ``spmd.seed`` ends with it."""
+def on_its_own() -> Iterator[None]:
+    """What a test chose with ``spmd.seed`` ends with it; it must not leave what the next one would train in."""
+    import torch.distributed as dist
+
     import spmd
 
+    had_group, variables = dist.is_initialized(), {name: os.environ.get(name) for name in OF_RANKS}
     yield
     spmd.seed(None)
+    if dist.is_initialized() and not had_group:
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group: ask for the fixture `alone`")
+    left = {name: os.environ.pop(name, None) for name, before in variables.items() if os.environ.get(name) != before}
+    assert not left, f"the test left what makes this process a rank: {left}"
 
 
 @pytest.fixture
