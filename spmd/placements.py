@@ -248,13 +248,18 @@ def local_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tupl
     return tuple(local)
 
 
+_PLAIN = frozenset({Replicate, Shard, Partial})
+
+
 def nested(placement: Placements, axes: Sequence[Axis]) -> list[tuple[Placement, Axis]]:
     """The entries of a placement, each with its axis, as they divide rows: each rank's own order first, groups last."""
 
     def turn(pair: tuple[Placement, Axis]) -> int:
         return isinstance(pair[0], ByGroup) - isinstance(pair[0], OwnOrder)
 
-    return sorted(zip(placement, axes, strict=True), key=turn)
+    pairs = list(zip(placement, axes, strict=True))
+    # Most placements are plain, and torch's check of a placement's class is slow.
+    return pairs if _PLAIN.issuperset(map(type, placement)) else sorted(pairs, key=turn)
 
 
 def smallest_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ def _along_next(value: Value, before: Sequence[Placement], mesh: Mesh) -> list[P
 def _begins(placement: Placements, before: Sequence[Placement | None], mesh: Mesh) -> bool:
     """Whether a placement is ``before`` over the first axes; over one rank all are the same."""
     pairs = zip(placement, before, mesh.axes, strict=False)
-    return all(entry == other or axis.size == 1 for entry, other, axis in pairs)
+    return not before or all(entry == other or axis.size == 1 for entry, other, axis in pairs)
 
 
 def _runs(along: Sequence[Placement], hinted: Interleaved | None) -> tuple[Interleaved, ...]:

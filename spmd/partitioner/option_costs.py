@@ -155,7 +155,9 @@ def move_cost(value: Value, placement: Placement, index: int, mesh: Mesh, may_jo
 
 def _goes_by_replicas(source: Placement, target: Placement, shape: Sequence[int], axis: Axis) -> bool:
     """Whether a split along another dim is made from the whole, since either does not cut into equal parts."""
-    if not isinstance(source, Shard) or not isinstance(target, Shard) or source.dim == target.dim:
+    if type(source) is Replicate or not isinstance(source, Shard) or not isinstance(target, Shard):
+        return False
+    if source.dim == target.dim:
         return False
     return any(shape[p.dim] % axis.size for p in (source, target))
 

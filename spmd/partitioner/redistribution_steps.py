@@ -108,11 +108,13 @@ def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, may_be
     if source == target or ranks == 1:
         return 0.0
     part, rest = nbytes / ranks, nbytes * (ranks - 1) / ranks
-    match source, target:
-        case (Interleaved(), Shard()) | (Shard(), Interleaved()):
-            return cost(source, Replicate(), nbytes, axis) + _local_work(part, axis)
+    match source, target:  # what is frequent comes first: torch's check of a placement's class is slow
         case Replicate(), Shard():
             return _local_work(part, axis)
+        case Shard(), Replicate():
+            return rate.seconds(rest)
+        case Partial(), Replicate():
+            return rate.seconds(2 * rest)
         case Replicate(), Partial(reduce_op="sum"):
             # A sum over micro-batches is known after the last of them: it cannot be a summand in each.
             stays = not may_become_sum or axis.ordered or AxisRole.MICRO_BATCHES in axis.roles
@@ -123,12 +125,10 @@ def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, may_be
             return cost(Partial(), target, nbytes, axis)
         case _, OwnRows():
             return cost(source, Replicate(), nbytes, axis) + _local_work(part, axis)
-        case Shard(), Replicate():
-            return rate.seconds(rest)
+        case (Interleaved(), Shard()) | (Shard(), Interleaved()):
+            return cost(source, Replicate(), nbytes, axis) + _local_work(part, axis)
         case Shard(), Shard():
             return rate.seconds(rest / ranks) + _local_work(nbytes, axis)
-        case Partial(), Replicate():
-            return rate.seconds(2 * rest)
         case Partial(reduce_op="sum"), Shard():
             # What was added up over micro-batches is whole, also where a part would do.
             return math.inf if AxisRole.MICRO_BATCHES in axis.roles else rate.seconds(rest)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from passes import Mesh
 from passes.ir.program import Placements
@@ -74,7 +74,7 @@ class Value:
         """Bytes that ``placement`` leaves on a rank if it is replicated over the axis at ``axis``."""
         nbytes = float(self.nbytes)
         for k, entry in enumerate(placement):
-            if k != axis and isinstance(entry, (Shard, OwnRows)):
+            if k != axis and type(entry) is not Replicate and isinstance(entry, (Shard, OwnRows)):
                 nbytes /= mesh.axes[k].size
         return nbytes
 
