@@ -102,7 +102,7 @@ def options_of(sample: Sample, size: int) -> list[Option]:
     """The options that the rule claims."""
     rule = rule_of(sample.op)
     assert rule is not None, f"no rule for {sample.op}"
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # that of no other device, whose seed would be kept with a traceback
     return rule(call_of(sample, size, flat(sample.op(*sample.args, **sample.kwargs))))
 
 
@@ -350,6 +350,8 @@ def _compare(whole: torch.Tensor, parts: list[torch.Tensor], placement: Any, val
     if not values or whole.is_meta:
         return
     for found in _joined(parts, placement):
+        if torch.equal(found, whole):
+            continue  # most are; what follows takes ten times as long
         torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-10, equal_nan=True)
 
 
