@@ -93,7 +93,7 @@ def named(value: Any) -> str | None:
 
 
 def test_it_trains_as_the_plain_step(ranks: Ranks, case: Case, world: int, mode: dict[str, Any]) -> None:
-    assert_agrees(ranks, world, case, mode)
+    assert_agrees(ranks, world, case, mode, steps=5)
 
 
 def on_two_axes(rank: int, world: int) -> list[str]:
