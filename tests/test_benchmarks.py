@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import re
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import checkpoints
+from benchmarks import checkpoints, resident, roles
 from benchmarks.peers import memory
 from benchmarks.peers.models import SMOKE, build
 from benchmarks.peers.network import NoNetworkError, connect, left_over
@@ -23,7 +24,7 @@ from benchmarks.peers.table import speedup, table
 from benchmarks.peers.team import SystemFailedError
 from tests.harness import programs
 from tests.harness.fake import fake_world
-from tests.harness.pool import Ranks
+from tests.harness.pool import PRELOADED, Ranks
 
 pytestmark = pytest.mark.processes
 
@@ -49,9 +50,18 @@ def test_checkpoints_are_measured_beside_dcp(ranks: Ranks, tmp_path: Path) -> No
     assert all(seconds > 0 for seconds, _ in found.values())
 
 
-def test_roles_are_raced_beside_one_rank(tmp_path: Path) -> None:
-    run = programs.run(["-m", "benchmarks.roles", "sequences", "--smoke", "--rounds", "1", "--json", tmp_path / "out"])
-    assert run.returncode == 0, run.stdout + run.stderr
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh processes are forked from the server of the ranks: to import torch anew would take most of the time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+
+
+@pytest.mark.usefixtures("forked")
+def test_roles_are_raced_beside_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["", "sequences", "--smoke", "--rounds", "1", "--json", str(tmp_path / "out")])
+    roles.main()
     found = json.loads((tmp_path / "out").read_text())["sequences"]
     assert list(found) == ["one rank", "one rank, twice at once", "gather"]
     assert all(len(each["ms"]) == 1 and each["peak"] > 0 for each in found.values())
@@ -127,13 +137,16 @@ def test_auto_is_raced_beside_all_styles(tmp_path: Path) -> None:
     assert "beside the best" in run.stdout
 
 
-def test_resident_memory_is_that_of_a_whole_life(tmp_path: Path) -> None:
-    options = ["--smoke", "--systems", "spmd, replicate", "--steps", "2", "--json", tmp_path / "out"]
-    run = programs.run(["-m", "benchmarks.resident", *options])
-    assert run.returncode == 0, run.stdout + run.stderr
+@pytest.mark.usefixtures("forked")
+def test_resident_memory_is_that_of_a_whole_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--smoke", "--systems", "spmd, replicate", "--steps", "2", "--json", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["", *options])
+    resident.main()
     (found,) = json.loads((tmp_path / "out").read_text())
     assert found["peak"] >= found["later"] > found["planned"] > 0 and found["idle"] > 100e6
-    assert found["system"] in run.stdout and found["shared"] > 0
+    assert found["system"] in capsys.readouterr().out and found["shared"] > 0
 
 
 @pytest.mark.usefixtures("alone")

@@ -95,7 +95,7 @@ def test_a_step_that_fits_stays_as_it_is() -> None:
     assert fitted.program.code == plain.program.code and not recomputed(plain)
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_more_memory_is_never_slower(style: str) -> None:
     step = compiled("1GiB", style)
     partitioned, most = step._dispatch.programs.all[0].partitioned, counted(step)
@@ -153,7 +153,10 @@ def _whole(parameter: Any) -> Tensor:
     return whole.detach()
 
 
-@pytest.mark.parametrize(("style", "optimizer"), [("fully_shard", "SGD"), ("replicate", "Adam")])
+@pytest.mark.parametrize(
+    ("style", "optimizer"),
+    [("fully_shard", "SGD"), pytest.param("replicate", "Adam", marks=pytest.mark.exhaustive)],
+)
 def test_the_bits_are_the_same_with_dropout(ranks: Ranks, style: str, optimizer: str) -> None:
     plain = ranks.run(2, losses, style, optimizer, WHOLE)
     budget = max(each[1] for each in plain)

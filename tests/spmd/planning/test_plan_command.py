@@ -125,7 +125,10 @@ def test_a_function_that_is_not_compiled_is_refused() -> None:
         spmd.plan(train_step.function, nn.Linear(2, 2), gpus=8)
 
 
-@pytest.mark.parametrize("kind", ["context", "shard", "recompute", "stages", "interleaved"])
+REST = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("shard", "stages")]  # others below have them, too
+
+
+@pytest.mark.parametrize("kind", ["context", "recompute", "interleaved", *REST])
 def test_modes_run_as_they_are_pasted(kind: str) -> None:
     found = attending() if kind == "context" else searched(8, "100KB" if kind == "recompute" else None, 4)
     tests: dict[str, Callable[[Layout], bool]] = {

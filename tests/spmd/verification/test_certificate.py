@@ -48,7 +48,9 @@ def test_a_clean_program_is_shown(base: str) -> None:
     assert found.outputs >= 25
 
 
-@pytest.mark.parametrize("planned", [True, False], ids=["planned memory", "results of their own"])
+@pytest.mark.parametrize("planned", [
+    True, pytest.param(False, marks=pytest.mark.exhaustive),
+], ids=["planned memory", "results of their own"])  # fmt: skip
 def test_gradients_that_are_reduced_in_place_are_shown_and_verified(planned: bool) -> None:
     pipeline = [
         ReduceInPlace(min_bytes=1) if isinstance(each, ReduceInPlace) else each
@@ -131,7 +133,7 @@ def on_many(edit: Edit | None, kind: str = "fully_shard", world: int = 1024, **o
     return spmd.certify(step, *arguments(world, "SGD"), world=world)
 
 
-@pytest.mark.parametrize("kind", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("kind", ["replicate", pytest.param("fully_shard", marks=pytest.mark.exhaustive)])
 def test_of_many_ranks_some_are_looked_at(kind: str) -> None:
     found = on_many(None, kind)
     assert found and found.ranks == 3, found
@@ -142,7 +144,7 @@ def test_of_many_ranks_some_are_looked_at(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind, edit",
     [
-        ("replicate", dropped(Kind.ALL_REDUCE, 2)),
+        pytest.param("replicate", dropped(Kind.ALL_REDUCE, 2), marks=pytest.mark.exhaustive),
         ("fully_shard", reduced_by(Kind.REDUCE_SCATTER, "avg")),
     ],
 )
