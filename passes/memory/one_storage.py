@@ -15,7 +15,7 @@ from torch import fx
 
 from ..analysis.aliases import escaping, storages
 from ..analysis.strides import Layouts
-from ..base import Fact, Pass
+from ..base import Fact, Numerics, Pass
 from ..communication.bucket_all_gather import BucketAllGather
 from ..communication.bucket_all_reduce import BucketAllReduce
 from ..communication.bucket_reduce_scatter import BucketReduceScatter
@@ -46,8 +46,11 @@ class OneStorage(Pass):
     Only what is contiguous, in equal parts on all ranks and of one dtype, device and memory is taken. State in
     ``program.fixed`` stays where it is; a group in ``program.stored`` is taken whole and in its order, or not at all;
     with ``program.same_bits``, all parts begin at multiples of ``ALIGNMENT``. Updates stay updates of the parts.
+
+    Kernels of matrices may add in another order where an operand begins between two of these multiples.
     """
 
+    numerics: ClassVar[Numerics] = "reassociates"
     facts: ClassVar[frozenset[Fact]] = frozenset({Fact.STORAGE})
     after: ClassVar[tuple[type[Pass], ...]] = (FormUnits, BucketAllGather, BucketReduceScatter, BucketAllReduce)
 

@@ -15,7 +15,7 @@ from ..analysis.agreed_sizes import most_bytes
 from ..analysis.aliases import storages
 from ..analysis.out_variants import CONSTANT_BYTES, out_variant
 from ..analysis.strides import Layouts
-from ..base import Pass
+from ..base import Numerics, Pass
 from ..ir.collectives import is_shared
 from ..ir.edit import insert_before
 from ..ir.program import Program
@@ -39,8 +39,12 @@ class ReuseMemory(Pass):
     that they can map, and lives until all are known to have read it; before and after, other values lie there. Ops
     without an out variant of their own go on allocating, and so do results, new state, and whatever may share memory
     with them. ``meta["computes"]`` is the op that a node was. Nothing may reorder the graph afterwards.
+
+    Kernels of matrices may add in another order where a result begins between two multiples of ``ALIGNMENT``, as
+    members of a concatenation do unless ``program.same_bits``.
     """
 
+    numerics: ClassVar[Numerics] = "reassociates"
     last: ClassVar[bool] = True
     keeps_order: ClassVar[bool] = True
     after: ClassVar[tuple[type[Pass], ...]] = (UpdateInPlace, Canonicalize, FoldLayoutCopies)

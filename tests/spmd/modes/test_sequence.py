@@ -176,7 +176,7 @@ def train_on_memory(model: Any, optimizer: Any, x: Tensor, memory: Tensor, class
 @pytest.mark.slow
 @pytest.mark.parametrize("attention, lengths", [
     ("ring", (8, 12)),
-    pytest.param("heads", (12, 8), marks=pytest.mark.exhaustive),
+    ("heads", (12, 8)),
     pytest.param(None, (7, 5), marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_attention_to_a_sequence_of_another_length(attention: Any, lengths: tuple[int, int]) -> None:
