@@ -275,14 +275,14 @@ class DataParallel(PlannedMode):
             count, program = program.micro_batches.count, replace(program, micro_batches=None)
         if count == 1:
             return super().partition(program)
+        rows = self._rows_without_axis(program)
         if self.pipeline is not None:
-            rows = self._rows_without_axis(program)
             return partition_in_stages(program, self.plan, self.pipeline, count, self.accumulate_dtype, rows)
         if self.bits is not None:
             local = partition_with_same_bits(program, self.plan(program), self.bits, self.runs)
         else:
             own = self.statistics is not None
-            local = partition_in_time(program, self.plan(program), count, self.accumulate_dtype, keeps_own=own)
+            local = partition_in_time(program, self.plan(program), count, self.accumulate_dtype, rows, keeps_own=own)
         return in_all_runs(local, gathers_once=self.gathers_once)
 
     def _rows_without_axis(self, program: Program) -> dict[str, int]:

@@ -16,7 +16,15 @@ import spmd
 from passes import Pass, Program
 from passes.runtime.random import draw
 from tests.harness.cases import make_optimizer, mlp
-from tests.harness.oracle import Case, Later, assert_agrees, random_generator
+from tests.harness.oracle import (
+    Case,
+    Later,
+    all_unequal,
+    assert_agrees,
+    compiled_run,
+    plain_run,
+    random_generator,
+)
 from tests.harness.pool import Ranks
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -183,6 +191,19 @@ def test_beside_tensor_parallel() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     compiled = spmd.compile(clipped, parallel_mode=mode)
     assert spmd.verify(compiled, model, optimizer, *batch(12), mesh={"dp": 2, "tp": 2}, steps=2)
+
+
+@pytest.mark.parametrize(("role", "rows"), [("tensor", 4), ("sequence", 5)])
+def test_on_a_mesh_whose_ranks_pass_equal_rows(ranks: Ranks, role: str, rows: int) -> None:
+    params = {"*.0.weight": {"dp": Shard(0)}} if role == "tensor" else {}
+    mode = {"axes": {role: "dp"}, "params": params, "micro_batches": 2}
+    assert not any(ranks.run(2, with_equal_rows, Rows("clipped", rows=rows), mode))
+
+
+def with_equal_rows(rank: int, world: int, case: Case, mode: dict[str, Any]) -> list[str]:
+    """What differs where each rank passes the whole batch."""
+    _, got = compiled_run(0, case, 3, parallel_mode=spmd.DataParallel(**mode))
+    return all_unequal(plain_run(case, 1, 3), got, 0, 1)
 
 
 @pytest.mark.usefixtures("alone")
