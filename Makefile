@@ -19,7 +19,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 TRAIN := $(VENV)/.ready-to-train-torch-$(TORCH)
 
-.PHONY: help train quick test models bench picture check format compat clean
+.PHONY: help train ready quick test models bench picture check format compat clean
 
 help:
 	@echo 'make train     train a small GPT on $(NPROC) ranks (NPROC=4, ARGS="--steps 100 --mode fully_shard", ARGS=--help)'
@@ -35,6 +35,8 @@ help:
 
 train: $(TRAIN)
 	@$(BIN)/spmd run -n $(NPROC) examples/train_gpt.py $(ARGS)
+
+ready: $(READY)
 
 quick: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m quick $(ARGS)
