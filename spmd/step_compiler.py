@@ -55,6 +55,7 @@ from .progress import Progress
 from .python_state.reads import Reads
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of
 from .ranks.simulated import simulated
+from .ranks.watched_mesh import WatchedMesh
 from .running.compiled import Compiled
 from .running.deferred_program import DeferredProgram
 from .running.describe import describe_for_agreement, text_of
@@ -237,7 +238,7 @@ class StepCompiler:
         with stages.stage("passes"), DisableAutocast(), choosing as pipeline:
             run = partial(options.run, local, pipeline, stages.noting(local, dump.on_pass))
             is_one = lookup.has_one_program(local, agreement)
-            program, parts = _run_by_first_rank(run, stages, agreement, local.mesh) if is_one else run()
+            program, parts = _run_by_first_rank(run, local, stages, agreement) if is_one else run()
         lookup.verify(captured, local, program)
         return Made(captured, reads, any_size, local, added, state, pipeline, program, parts)
 
@@ -424,15 +425,24 @@ class StepCompiler:
 
 
 def _run_by_first_rank(
-    run: Callable[[], tuple[Program, Bundle | str | None]], stages: CompilePhases, agreement: Agreement, mesh: Mesh
+    run: Callable[[], tuple[Program, Bundle | str | None]], local: Program, stages: CompilePhases, agreement: Agreement
 ) -> tuple[Program, Bundle | str | None]:
-    """The program after the passes that the first rank runs for all. Where it cannot be sent, each rank runs them."""
+    """The program after the passes that the first rank runs for all, on ``local``, which is equal on all.
+
+    Where it cannot be sent, or a pass asks which rank this is, each rank runs them.
+    """
     made: tuple[Program, Bundle | str | None] | None = None
+    mesh, watched = local.mesh, WatchedMesh(local.mesh)
 
     def work() -> bytes:
         nonlocal made
-        program, parts = made = run()
-        if parts is None:  # which nothing sends
+        local.mesh = watched.mesh
+        try:
+            program, parts = made = run()
+        finally:
+            local.mesh = mesh
+        program.mesh = mesh
+        if parts is None and not watched.was_asked:  # parts are sent by nothing
             with suppress(Exception):  # of passes of the user's, too
                 return packed([program_to_data(program), [asdict(each) for each in stages.passes]])
         return b""

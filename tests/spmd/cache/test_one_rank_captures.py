@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from spmd import capture_call
 from spmd.cache import compile_cache
 from tests.harness import experts
 from tests.harness.cases import MLP
+from tests.harness.messages import messages
 from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
 from tests.spmd.stages import test_numbers as stages
@@ -43,16 +44,19 @@ class Shorter(MLP):
         return tuple(each[: (4, 3, 2, 4, 1)[step]] for each in super().part(rank, step))
 
 
-def both(rank: int, world: int, case: Case, mode: dict[str, Any]) -> tuple[list[int], list[str]]:
+def both(
+    rank: int, world: int, case: Case, mode: dict[str, Any], by_messages: bool = False
+) -> tuple[list[int], list[str]]:
     """The traces of a rank where the first one captures for all, and where each does; what differs in the last bit.
 
-    The stages of a pipeline have equal rows.
+    The stages of a pipeline have equal rows. ``by_messages``: as ranks on other hosts communicate.
     """
     is_pipeline, runs, counts = "stages" in mode.get("axes", {}), [], []
     mode = {**mode, "mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))} if is_pipeline else mode
     part, parts = (0, 1) if is_pipeline else (rank, world)
     for seconds in (compile_cache._LEAST_TIMEOUT, math.inf):
-        with mock.patch.object(compile_cache, "_LEAST_TIMEOUT", seconds), counted() as traces:
+        apart = messages(rank) if by_messages else nullcontext()
+        with apart, mock.patch.object(compile_cache, "_LEAST_TIMEOUT", seconds), counted() as traces:
             runs.append(compiled_run(part, case, 5, parallel_mode=spmd.DataParallel(**mode))[1])
             counts.append(len(traces))
     found = all_unequal(runs[1], runs[0], rank, world, 0, 0)
@@ -76,6 +80,13 @@ def test_one_rank_traces_for_all(ranks: Ranks, case: Case, mode: dict[str, Any])
     assert [line for _, differing in results for line in differing] == []
     (shared, apart), *others = [counts for counts, _ in results]
     assert 0 < shared <= apart and others == [[0, apart]]
+
+
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_passes_that_ask_which_rank_this_is_run_on_each(ranks: Ranks, style: str) -> None:
+    """A rank sends its own half of what two reduce by messages: that of the first rank, on both, was wrong."""
+    for _, differing in ranks.run(2, both, MLP(), {"parallel_style": style}, True, timeout=300):
+        assert differing == []
 
 
 def from_closure(value: Any) -> Callable[..., Tensor]:
