@@ -101,12 +101,15 @@ def _mapped(value: Any, other: Mapping[fx.Node, fx.Node]) -> Any:
 
 
 def _moving(node: fx.Node, run: fx.Node, next_region: Sequence[Sequence[int]]) -> list[Any]:
-    """The region of a draw, whose starts move on from micro-batch to micro-batch."""
+    """The region of a draw, whose starts move on from micro-batch to micro-batch.
+
+    What computes them has names of its own: a shorter last micro-batch has none, and all else is named as there.
+    """
     region: list[Any] = []
     for (start, length, size), (then, *_) in zip(node.args[3], next_region, strict=True):  # type: ignore[arg-type]
         if then != start:
-            by = insert_before(node, operator.mul, run, then - start, like=None, val=0)
-            start = insert_before(node, operator.add, start, by, like=None, val=start)
+            by = insert_before(node, operator.mul, run, then - start, like=None, name="rows_before", val=0)
+            start = insert_before(node, operator.add, start, by, like=None, name="first_row", val=start)
         region.append((start, length, size))
     return region
 

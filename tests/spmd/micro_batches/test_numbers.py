@@ -138,6 +138,13 @@ def test_draws_follow_the_rows(rows: int, passes: Any) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_draws_of_a_shorter_part_where_ranks_pass_equal_rows() -> None:
+    """``verify`` puts the values of nodes of one name together: what says where a draw begins takes no other's name."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.3), nn.Linear(7, 3)).double()
+    assert verified(regress, model, 10, axes={"tensor": "dp"}, micro_batches=3)
+
+
+@pytest.mark.usefixtures("alone")
 def test_each_micro_batch_reduces_what_ranks_update() -> None:
     mode = STYLES["shard_optimizer"] | {"reduce_gradients": "each"}
     assert verified(masked, mlp(5, 7, 3), micro_batches=3, **mode)
