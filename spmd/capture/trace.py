@@ -141,7 +141,7 @@ class Trace:
             set_data.check_end()
             scalar_indices.check_end()
             final = FinalState.of(swap, result, self.carried, self.reads, self.entries).map_state(set_data.current)
-            self.final = replace(final, results=list(map(set_data.before, final.results)))
+            self.final = replace(final, results=list(map(set_data.current, final.results)))
             branches.check_end(self.final.slots)
             return self.final.traced()
 

@@ -112,6 +112,28 @@ class SetDataBack(Small):
         return loss, there, distance, sum(each.sum() for each in moved), part * 1, higher
 
 
+class SetDataShares(Small):
+    """What ``.data`` was assigned shares the memory from then on; the same memory, assigned again, changes nothing."""
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        first, second, *_ = model.parameters()
+        shared, before = first.detach(), second.data
+        first.data = first.data.clamp_(-0.5, 0.5).contiguous()
+        second.data = second.data * 2
+        second.data = before.detach()
+        new = second.data * 0.9
+        flat = new.view(-1)
+        second.data = new
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = flat * 1
+        second.data = before
+        return loss, shared * 1, moved, new
+
+
 @dataclass
 class Batch:
     """An argument or a result of a class of the user's own."""
@@ -183,7 +205,7 @@ def seen(out: Named) -> Batch:
     return Batch(x=list(out), y=None)
 
 
-CASES: list[Case] = [State(), PerClass(), GradientOfRows(), SetData(), SetDataBack(), Records()]
+CASES: list[Case] = [State(), PerClass(), GradientOfRows(), SetData(), SetDataBack(), SetDataShares(), Records()]
 
 
 @pytest.mark.parametrize("style, world", STYLES_ON_RANKS)

@@ -150,6 +150,24 @@ def sets_data_to_other_state(model: Any, optimizer: Any, x: Tensor, y: Tensor) -
     model[0].bias.data = model[0].weight[:, 0]
 
 
+@bad("written to since.*clone")
+def reads_a_part_of_what_became_data(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    new = model[0].weight.data * 2
+    part = new[1:]
+    model[0].weight.data = new
+    with torch.no_grad():
+        model[0].weight.zero_()
+    return part * 1
+
+
+@bad("several others share.*clone")
+def writes_into_what_was_data(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    before, row = model[0].weight.data, model[0].weight.data[0]
+    model[0].weight.data = model[0].weight.data * 2
+    row.zero_()
+    model[0].weight.data = before
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("step, words", BAD, ids=[step.__name__ for step, _ in BAD])
 def test_a_bad_line_is_named_and_nothing_is_changed(step: Callable[..., Any], words: str) -> None:
