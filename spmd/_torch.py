@@ -495,6 +495,14 @@ def merged_axes(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMe
     return DeviceMesh._concatenate(parts) if len(parts) > 1 else one
 
 
+def takes_state_hooks(owner: Any) -> bool:
+    """Whether a module or an optimizer takes hooks on its state dict, by a private dict; seen in 2.11 to 2.15.
+
+    An optimizer that wraps another one and has not called ``Optimizer.__init__`` has a state dict of its own.
+    """
+    return isinstance(owner, torch.nn.Module) or hasattr(owner, "_optimizer_state_dict_pre_hooks")
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones too. ``_cdata`` is private; seen in 2.11 to 2.15."""
     return int(tensor.untyped_storage()._cdata)

@@ -12,6 +12,7 @@ from typing import Any
 
 from passes import SpmdError
 
+from .._torch import takes_state_hooks
 from ..ranks.standing import Standing
 from .state import Arguments
 
@@ -26,7 +27,7 @@ class RefusedSaves:
 
     def __init__(self, given: Arguments, why: str, standing: Standing, partly: str = "") -> None:
         self.why, self.standing, self.partly = why, standing, partly
-        owners = _owners(given)
+        owners = list(filter(takes_state_hooks, _owners(given)))
         self._owners = [weakref.ref(owner) for owner in owners]
         self._waiting = {id(owner) for owner in owners}
         self._is_over = False

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from .._torch import takes_state_hooks
 from ..interpreter.source_lines import warn_user
 from ..state.split_tensor import SplitTensor
 
@@ -90,7 +91,7 @@ class Hooks:
         self._running = ""  # the kind of the hook that torch is in
         self.watch_calls()
         watched: list[Any] = [*self._modules.values(), *self._optimizers]
-        for each in watched:
+        for each in filter(takes_state_hooks, watched):
             self._handles["state"].append(each.register_state_dict_pre_hook(self._before_state))
             self._handles["state"].append(each.register_load_state_dict_pre_hook(self._before_state))
         for module in self._modules.values():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import spmd
+from spmd.call.refuse_saves import RefusedSaves
+from spmd.call.state import ArgumentReader
+from spmd.deferral.pending import Hooks
+from spmd.ranks.consensus import standing_of
 from tests.harness.cases import THREE_IN_TURN, in_turn, mlp
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
@@ -200,6 +207,19 @@ class Lookahead(torch.optim.Optimizer):
         for parameter in self.param_groups[0]["params"] if self.steps % 2 == 0 else ():
             slow = self.state[parameter].setdefault("slow", parameter.clone())
             parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+def test_an_optimizer_that_takes_no_hooks_hides_no_failure_of_a_call() -> None:
+    def step(model: nn.Module, optimizer: Any) -> None: ...
+
+    model = nn.Linear(2, 2)
+    given = ArgumentReader(inspect.signature(step)).read((model, Lookahead(torch.optim.SGD(model.parameters()))), {})
+    refused = RefusedSaves(given, "partly updated", standing_of(None))
+    with pytest.raises(spmd.SpmdError, match="cannot be saved: partly updated"):
+        model.state_dict()
+    refused.allow()
+    Hooks(SimpleNamespace(owners=lambda: [model, *given.optimizers.values()], finish_pending=lambda: None)).remove()
+    assert model.state_dict()
 
 
 @dataclass(frozen=True)
