@@ -308,7 +308,9 @@ class DataParallel(PlannedMode):
         if self._roles is None:
             return roles_by_position(names, 2 if tuple(names[:2]) == HYBRID else 1)
         if unknown := unknown_axes(self._roles, names):
-            raise PlacementError(unknown)
+            is_one = self.one_axis and "_".join(self.one_axis) not in names
+            advice = f". Of {', '.join(self.one_axis)} one is made in the mesh that has them: give it, with mesh="
+            raise PlacementError(unknown + (advice if is_one else ""))
         return self._roles
 
     def _check_roles(self) -> None:

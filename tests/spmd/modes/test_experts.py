@@ -551,6 +551,11 @@ def test_axes_that_are_not_one(names: tuple[str, ...], axes: Any, message: str) 
         spmd.DataParallel(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names), axes=axes)
 
 
+def test_axes_that_are_one_need_a_mesh_that_has_them() -> None:
+    with fake_world(4), pytest.raises(PlacementError, match=r"axes names 'dp_ep', .* Of dp, ep one is made .* mesh="):
+        spmd.data_rank(spmd.DataParallel(**AS_ONE))
+
+
 def test_two_axes_beside_another_are_one_axis_of_the_program() -> None:
     """So are those of a slice of a mesh, between which another axis lies."""
     with fake_world(8, 5):
