@@ -17,7 +17,6 @@ from passes.analysis.collective_algorithms import ALGORITHMS, algorithms_along
 from spmd.cli import calibrate_command
 from spmd.cli.calibrate import calibrate
 from spmd.cli.commands import main
-from tests.harness import programs
 from tests.harness.pool import Ranks
 
 SIZES = (4096, 65536)
@@ -68,10 +67,7 @@ def test_on_nccl_coalesced_collectives_are_measured(ranks: Ranks) -> None:
 
 
 @pytest.mark.processes
-def test_the_command_starts_ranks_and_writes_a_table(
-    tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibrate_command, "spawn", programs.spawn)
+def test_the_command_starts_ranks_and_writes_a_table(tmp_path: Path, capfd: Any) -> None:
     out = tmp_path / "costs.json"
     with pytest.raises(SystemExit) as ended:
         main(["calibrate", "--rounds", "1", "--max-bytes", "4096", "--out", str(out), "--json"])
