@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Fact, MemoryBudgetError, Mesh, Pass, Program, RankMismatchError, Report, facts_of
+from passes import Fact, MemoryBudgetError, Pass, Program, RankMismatchError, Report, facts_of
 from passes.default_passes import table_of, with_islands, with_rates
 from passes.ir.bundle import Bundle
 from passes.ir.program import MicroBatches
