@@ -132,7 +132,7 @@ def _cores() -> int:
 
 
 def _lost(error: Exception, endpoint: str) -> str:
-    reason = str(error.__cause__ or error).partition("\n")[0]
+    reason = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__  # some have no text
     return (
         f"spmd run: no connection to the other hosts at {endpoint} ({reason}); if a rank of another host has failed, "
         "that host prints why"

@@ -95,11 +95,7 @@ def trained(rank: int, world: int, case: Any, mode: dict[str, Any], **options: A
             {"parallel_style": "replicate", "defer_updates": True},
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param(
-            Blocks(optimizer="SGD"),
-            {"parallel_style": "fully_shard", "micro_batches": 2},
-            marks=pytest.mark.exhaustive,
-        ),
+        (Blocks(optimizer="SGD"), {"parallel_style": "fully_shard", "micro_batches": 2}),
         (Blocks(optimizer="SGD", dtype=torch.float32), {"parallel_style": "replicate"}),
     ],
 )

@@ -51,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case, world, style, passes, optimizer", [(*rest, k + form) for *rest, k, form in grid])
 
 
-def test_five_steps_equal_the_plain_ones(
+def test_steps_equal_the_plain_ones(
     ranks: Ranks, case: str, world: int, style: str, passes: str, optimizer: str
 ) -> None:
     assert_agrees(ranks, world, replace(CASES[case], optimizer=optimizer), style, PASSES[passes])

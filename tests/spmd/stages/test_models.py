@@ -116,7 +116,6 @@ def test_rows_are_returned() -> None:
     verified(metrics, model, optimizer, *pairs(10), mesh={"pp": 2, "dp": 2}, **mode)
 
 
-@pytest.mark.exhaustive
 def test_stages_beside_rows_and_tensors() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
