@@ -503,6 +503,11 @@ def takes_state_hooks(owner: Any) -> bool:
     return isinstance(owner, torch.nn.Module) or hasattr(owner, "_optimizer_state_dict_pre_hooks")
 
 
+def has_own_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory to compare: sparse ones and those in ``torch.func`` have none. 2.11 to 2.15."""
+    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones too. ``_cdata`` is private; seen in 2.11 to 2.15."""
     return int(tensor.untyped_storage()._cdata)

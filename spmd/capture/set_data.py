@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._torch import TorchFunctionMode, storage_id, tree_map, version_of
+from .._torch import TorchFunctionMode, has_own_storage, storage_id, tree_map, version_of
 from .unsupported import Refused
 
 _SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ class SetDataCopies(TorchFunctionMode):
             args, kwargs = tree_map(self.current, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(each, torch.Tensor):
+            if isinstance(each, torch.Tensor) and has_own_storage(each):
                 self._results.setdefault(storage_id(each), []).append(weakref.ref(each))
         return result
 
@@ -110,7 +110,7 @@ class SetDataCopies(TorchFunctionMode):
 
         If it became the data of a tensor, that tensor's value now, as in eager both share memory.
         """
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not has_own_storage(value):
             return value
         value = self._before[id(value)][1] if id(value) in self._before else value
         its = storage_id(value) if self._targets else 0
