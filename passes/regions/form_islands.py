@@ -223,8 +223,13 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _is_otherwise(node: fx.Node) -> bool:
-    """Whether kernels compute another number than an op: not of integers, which they divide exactly."""
-    return node.target in _OTHERWISE and node.meta["val"].dtype.is_floating_point
+    """Whether kernels compute another number than an op: not of integers, which they divide exactly.
+
+    But a kernel that drops the rest of a quotient of integers ends the process where the divisor is zero: ops raise.
+    """
+    if node.target not in _OTHERWISE:
+        return False
+    return node.meta["val"].dtype.is_floating_point or node.kwargs.get("rounding_mode") == "trunc"
 
 
 def _joins_columns(node: fx.Node) -> bool:

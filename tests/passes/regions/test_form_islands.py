@@ -49,12 +49,13 @@ def rotated() -> Program:
 
 
 def divided() -> Program:
-    """Quotients that are rounded down, of integers and of floats."""
+    """Quotients that are rounded down, of integers and of floats, and one of integers that is rounded towards zero."""
 
     def step(x: Any, n: Any) -> Any:
         bucket = aten.floor_divide.default(aten.add.Tensor(n, 1), 3)
         steps = aten.div.Tensor_mode(aten.exp.default(x), x, rounding_mode="floor")
-        return aten.mul.Tensor(bucket, n), aten.mul.Tensor(aten.sin.default(steps), steps)
+        whole = aten.neg.default(aten.div.Tensor_mode(n, n, rounding_mode="trunc"))
+        return aten.mul.Tensor(bucket, n), aten.mul.Tensor(aten.sin.default(steps), steps), whole
 
     return make_program(step, x=f64(4, 4), n=torch.empty(4, 4, dtype=torch.int64))
 
@@ -123,7 +124,7 @@ def test_nothing_moves_to_another_phase_or_becomes_a_repetition_of_forward() -> 
 
 
 def test_floats_are_divided_by_ops_where_the_quotient_is_rounded_down() -> None:
-    """1.0 // 0.1 is 9, of which kernels make 10."""
+    """1.0 // 0.1 is 9, of which kernels make 10; and integers, where a kernel would not survive a zero."""
     assert inside(run(divided(), [FormIslands()])) == [["add", "floor_divide", "mul"], ["sin", "mul_1"]]
 
 
