@@ -20,7 +20,7 @@ def difference(island: Island, made: CompiledIsland | LaunchedIsland) -> str:
     """A sentence if the kernels compute something else than the ops of the island, or fail; else nothing."""
     writing = island if island.outs else island.with_outs()
     vals = [node.meta["val"] for node in writing.placeholders]
-    expected = [example(val) for val in vals]
+    expected = [example(val, k) for k, val in enumerate(vals)]  # operands differ: x - y is not y - x
     outs = len(writing.outs)
     got = [*expected[:-outs], *map(example, vals[-outs:])]  # which may have gaps
     try:

@@ -35,6 +35,10 @@ def masked(x: Any, mask: Any) -> Any:
     return (aten.where.self(mask, aten.exp.default(x), aten.sin.default(x)),)
 
 
+def subtracted(x: Any, y: Any) -> Any:
+    return (aten.exp.default(aten.sub.Tensor(x, y)),)
+
+
 def squared(x: Any) -> Any:
     return (aten.add.Tensor(aten.mul.Tensor(x, x), 1),)
 
@@ -59,6 +63,7 @@ def one_is_wrong(x: Tensor) -> Any:
     ("right", "wrong", "inputs"),
     [
         (masked, lambda x, mask: (x.exp(),), {"x": X, "mask": MASK}),
+        (subtracted, lambda x, y: ((y - x).exp(),), {"x": X, "y": X}),
         (squared, lambda x: (x + 1,), {"x": COUNTS}),
         (squared, one_is_wrong, {"x": COUNTS}),
         (written, lambda x, y: (y.cos(),), {"x": X, "y": X[:, 1:].contiguous()}),
