@@ -107,7 +107,9 @@ class CompiledIslands:
         keys = tuple(map(key_of, islands))
         if exchange is not None:
             self._measure(dict(zip(keys, islands, strict=True)))
-            figures = exchange(json.dumps([self.seconds.get(key) for key in keys]))
+            has_kernels = [not isinstance(self._made[key], str) for key in keys]  # seconds may be of an earlier process
+            own = [self.seconds.get(key) if has else None for key, has in zip(keys, has_kernels, strict=True)]
+            figures = exchange(json.dumps(own))
             self._chosen[keys] = [_is_quicker(each) for each in zip(*map(json.loads, figures), strict=True)]
         return self.chosen(keys)
 
@@ -128,7 +130,7 @@ class CompiledIslands:
 
     def _compile(self, islands: dict[str, Island]) -> None:
         """Compile all that is new in one library."""
-        codes: dict[str, IslandCode] = {}
+        codes, failures = dict[str, IslandCode](), list[str]()
         for key in [key for key in islands if key not in self._made]:
             try:
                 island = islands[key]
@@ -140,11 +142,11 @@ class CompiledIslands:
                 self._count += 1
             except NoKernelError as error:
                 self._made[key] = str(error)
+                failures += [str(error)] if error.__cause__ else []  # Inductor's own: for want of a compiler, too
         if codes:
             self._load(codes)
-        whys = [each for each in self._made.values() if isinstance(each, str)]
-        if whys and len(whys) == len(self._made):
-            self._warn(whys[0])
+        if failures and all(isinstance(each, str) for each in self._made.values()):
+            self._warn(failures[0])
 
     def _is_launched(self, island: Island) -> bool:
         """Whether kernels are launched one by one: on a GPU, where no C++ of ours can call them."""

@@ -201,6 +201,22 @@ def test_an_island_that_is_slower_stays_ops(monkeypatch: pytest.MonkeyPatch) -> 
     assert made.choose(found, lambda text: [text, json.dumps([None, *json.loads(text)[1:]])]) == [False] * 3
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_island_without_kernels_stays_ops_whatever_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``cache="verify"`` takes seconds of an earlier process. That Inductor leaves it to Python is no failure."""
+
+    def none(island: passes.Island, name: str) -> Any:
+        raise island_code.NoKernelError("Inductor leaves it to Python")
+
+    found = list(islands(passes.run(gated(), [passes.FormIslands()]).graph).values())
+    monkeypatch.setattr(compiled_islands, "island_code", none)
+    made = CompiledIslands()
+    seconds = dict.fromkeys(map(compiled_islands.key_of, found), (3.0, 1.0))
+    made.adopt(compiled_islands.Kernels({}, seconds, {}, (), ""), compiles=True)
+    assert made.choose(found, lambda text: [text]) == [False] * 3
+    assert not made.failure
+
+
 @pytest.mark.slow
 def test_kernels_that_compute_something_else_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of another island, in the place of one's own."""
