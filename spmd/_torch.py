@@ -487,7 +487,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def merged_axes(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:
     """``mesh`` with the axes ``names``, which follow each other in it, as one; all ranks of the root mesh call it.
 
-    ``_flatten`` and ``_concatenate`` are private; seen in 2.13.
+    ``_flatten`` and ``_concatenate`` are private; seen in 2.11 and 2.13.
     """
     every = mesh.mesh_dim_names or ()
     at, one = every.index(names[0]), mesh[names]._flatten(name)

@@ -4,7 +4,8 @@ A call is walked as ranks would run it. A message is done once both of its ends 
 ranks have, and a wait blocks until then: gloo and NCCL may be quicker, never slower. Between two ranks the first send
 meets the first recv, the second the second: on gloo of each channel by itself, on NCCL of each process group. NCCL also
 runs all that a rank sends and receives in one process group in one line (of a group that is connected when it is first
-used, what each two ranks exchange), so that there each message waits for those before it on both of its ranks.
+used, what each two ranks exchange), so that there each message waits for those before it on both of its ranks. That
+collectives stand in this line, too, is not walked.
 """
 
 from __future__ import annotations

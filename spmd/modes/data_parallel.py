@@ -73,8 +73,9 @@ class DataParallel(PlannedMode):
     axes of ``"batch"`` and ``"sequence"`` together. ``"tensor"``: ``params`` splits them. ``"sequence"``: the program
     splits dim 1 of each argument that ``inputs`` does not name, if it is as long as there are ranks. ``"experts"``:
     ranks have other experts, whose weights are split on dim 0 and stay where they are, in every style; rows go to
-    them. Several of these are one axis, called ``"dp_ep"``, and have their other roles in common. Along an axis without
-    the role ``"batch"`` ranks pass equal tensors, each whole, and results are whole.
+    them. Several of these are one axis, called ``"dp_ep"``, and have their other roles in common; all ranks then make
+    the mode together, since it opens process groups. Along an axis without the role ``"batch"`` ranks pass equal
+    tensors, each whole, and results are whole.
 
     ``experts``: the parameters whose dim 0 is the expert: an fnmatch pattern over their names, a class of modules that
     hold them, a function from a module to a bool, or a list of these. None, the default, finds those that grouped and
