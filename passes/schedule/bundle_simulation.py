@@ -88,6 +88,15 @@ def simulate_bundle(
     return BundleTimeline(timelines, tuple(each.idle for each in ranks), runs)
 
 
+@dataclass(frozen=True)
+class _Recv:
+    """A recv that was started: the ``number``-th of its line. A program may start it again before it is waited for."""
+
+    node: fx.Node
+    number: int
+    flight: Flight
+
+
 _Mail = defaultdict[tuple[int, int, str], list[Flight]]  # by sender, receiver and line, what was sent
 
 
@@ -100,7 +109,7 @@ class _BundleRank:
         self.rank = Rank(any(costs[role].rates.is_asynchronous for role in self.order))
         self.idle, self.done = 0.0, 0
         self.begins, self.works = 0.0, False  # of the program that runs: when its first op does, and whether that has
-        self.expected, self.started = dict[fx.Node, int](), Counter[tuple[int, str]]()  # recvs: numbers, and by line
+        self.started = Counter[tuple[int, str]]()  # recvs, by line
         self.ran = list[tuple[float, float, int]]()  # of each run: its start, its end, and the transfers until then
 
     def runs(self, timeline: Timeline) -> Iterator[Run]:
@@ -116,14 +125,13 @@ class _BundleRank:
         for role in self.order:
             program = self.bundle.programs[role]
             taken = self.in_flight.take(role, self.order) if self.in_flight.holds(role) else {}
-            receiving: dict[Any, fx.Node] = {}
+            receiving: dict[Any, _Recv] = {}
             self.begins, self.works = self.rank.now(), False
             for node, declared in zip(program.placeholders, program.inputs, strict=True):
                 self._bring(node, taken.get(declared.name), receiving)
             for node in program.graph.nodes:
                 if is_message(node) and kind_of(node) is Kind.RECV:
-                    self._expect(node, self.costs[role].of(node))
-                    receiving[node] = node
+                    receiving[node] = self._expect(node, self.costs[role].of(node))
                 elif node.target is operator.getitem and node.args[0] in receiving:
                     receiving[node] = receiving[node.args[0]]
                 elif is_wait(node) and node.args[0] in receiving:
@@ -139,38 +147,40 @@ class _BundleRank:
             left = {output.name: value for output, value in values if output.kind is OutputKind.PENDING}
             handed_on = {name: self._left(value, receiving) for name, value in left.items()}
             self.in_flight.put(role, {name: handed_on.get(name) for name in self.in_flight.written(role)})
-            self.ran.append((self.begins, self.rank.now(), len(self.rank.flights)))
+            begins = self.begins if self.works else self.rank.now()  # what only starts a message takes no time
+            self.ran.append((begins, self.rank.now(), len(self.rank.flights)))
 
-    def _left(self, value: Any, receiving: dict[Any, fx.Node]) -> Any:
+    def _left(self, value: Any, receiving: dict[Any, _Recv]) -> Any:
         """The flight or the recv behind a value that is handed on; None if the value is there."""
         if value in receiving:
             return receiving[value]
         return self.rank.started.get(value) if isinstance(value, fx.Node) and is_collective(value) else None
 
-    def _bring(self, placeholder: fx.Node, brought: Any, receiving: dict[Any, fx.Node]) -> None:
+    def _bring(self, placeholder: fx.Node, brought: Any, receiving: dict[Any, _Recv]) -> None:
         if isinstance(brought, Flight):
             self.rank.started[placeholder] = brought
-        elif isinstance(brought, fx.Node):
+        elif isinstance(brought, _Recv):
             receiving[placeholder] = brought
 
-    def _expect(self, recv: fx.Node, cost: Cost) -> None:
+    def _expect(self, recv: fx.Node, cost: Cost) -> _Recv:
         """Start a recv, which moves nothing until its message comes: those of a line come in the order of recvs."""
         assert cost.transfer is not None, "a recv is a transfer"
         self.rank.step(recv, replace(cost, transfer=Transfer(cost.transfer.queue, 0.0)))
         line = peer_of(recv), self._line(recv)
-        self.expected[recv] = self.started[line]
         self.started[line] += 1
+        return _Recv(recv, self.started[line] - 1, self.rank.started[recv])
 
     def _line(self, message: fx.Node) -> str:
         axis = self.bundle.axis_of(self.order[0])
         return line_of(message, axis.backend if axis else "")
 
-    def _receive(self, wait: fx.Node, recv: fx.Node) -> Iterator[fx.Node]:
+    def _receive(self, wait: fx.Node, started: _Recv) -> Iterator[fx.Node]:
         """Wait until a message of the peer is through."""
+        recv, flight = started.node, started.flight
         mail = self.mail[peer_of(recv), self.coordinate, self._line(recv)]
-        while len(mail) <= self.expected[recv]:
+        while len(mail) <= started.number:
             yield wait
-        sent, flight = mail[self.expected[recv]], self.rank.started[recv]
+        sent = mail[started.number]
         if channel_of(sent.node) != channel_of(recv):
             raise PassError(f"{recv} receives {channel_of(recv)}, but what comes is {channel_of(sent.node)}")
         waited = max(0.0, sent.end - self.rank.now())

@@ -10,6 +10,8 @@ Auto = Literal["auto"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)  # those that keep fewer values first
 AUTO: Auto = "auto"
 
+_SENT = ".sent"  # ends the role of what waits for what another program has sent
+
 Order = list[tuple[str, int]]  # the role of a program, and the micro-batch that it runs
 
 
@@ -66,6 +68,19 @@ def with_ends(
     return done
 
 
+def with_starts(order: list[str], early: Collection[str]) -> list[str]:
+    """Each program of ``early`` starts to receive while the one before it computes: two messages at most wait so."""
+    done: list[str] = []
+    last = 0  # where the last program begins that computes
+    for role in order:
+        if role in early:
+            done.insert(last, started_role(role))
+        if not role.endswith(_SENT):
+            last = len(done)
+        done.append(role)
+    return done
+
+
 def _known(
     found: list[Order], at: Mapping[tuple[str, int], tuple[int, int]], senders: Mapping[str, Collection[str]]
 ) -> dict[tuple[int, int], dict[int, int]]:
@@ -91,7 +106,12 @@ def _known(
 
 def ended_role(role: str) -> str:
     """The role of the program that waits for what another one has sent."""
-    return f"{role}.sent"
+    return role + _SENT
+
+
+def started_role(role: str) -> str:
+    """The role of the program that starts to receive what another one reads."""
+    return f"{role}.receives"
 
 
 def role_of(name: str, stage: int) -> str:

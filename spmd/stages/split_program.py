@@ -14,8 +14,8 @@ from passes.ir.check_bundle import check_bundle
 
 from .bodies import Body, Levels, MicroBody, UpdateBody
 from .place_nodes import Part, Placed
-from .schedules import Order, ended_role, role_of, with_ends
-from .write_stage_programs import write_body, write_ending
+from .schedules import Order, ended_role, role_of, started_role, with_ends, with_starts
+from .write_stage_programs import receives_early, write_body, write_ending, write_start
 
 _PARTS = (Part.WEIGHTS, Part.BACKWARD, Part.FORWARD)  # those that hand on or send come behind those that take
 
@@ -36,6 +36,7 @@ def split_program(program: Program, placed: Placed, axis: int, found: Sequence[O
             if each == name:
                 body.collect()
     programs, receivers, senders = dict[str, Program](), dict[str, list[str]](), dict[str, list[str]]()
+    early = list[str]()
     for body in bodies.values():
         if body.is_empty:
             continue
@@ -43,10 +44,14 @@ def split_program(program: Program, placed: Placed, axis: int, found: Sequence[O
         if isinstance(body, MicroBody) and body.sent:
             programs[ended_role(body.role)] = write_ending(body, axis)
             receivers[body.role] = [role_of(body.name, k) for k in sorted({other for _, other in body.sent})]
+        if receives_early(body, axis):
+            programs[started_role(body.role)] = write_start(body, axis)
+            early.append(body.role)
         senders[body.role] = [role_of(body.name, other) for other in sorted(set(body.received.values()))]
     micro_batches = program.micro_batches
     assert micro_batches is not None, "a pipeline runs micro-batches"
     whole = with_ends([[each for each in order if each[0] in programs] for order in found], receivers, senders)
+    whole = [with_starts(order, early) for order in whole]
     ends = [[role_of(name, rank) for name in reversed(names)] for rank in range(placed.ranks)]
     calls = [[*order, *(role for role in end if role in programs)] for order, end in zip(whole, ends, strict=True)]
     over = program.mesh.axes[axis].name

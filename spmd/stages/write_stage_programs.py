@@ -13,15 +13,31 @@ from passes import Input, Output, OutputKind, Program, Role
 from passes.analysis.aliases import is_view
 
 from .bodies import Body, MicroBody, UpdateBody
-from .schedules import ended_role
-from .send_recv import MessageWriter, received_by, sent_by
+from .schedules import ended_role, started_role
+from .send_recv import Message, MessageWriter, received_by, sent_by
 
 aten = torch.ops.aten
+
+
+def receives_early(body: Body, axis: int) -> bool:
+    """Whether a program of its own starts to receive what a micro-batch reads, while the one before it computes.
+
+    gloo moves a message once both ends have started it, and each end may compute then. On NCCL it would hold up what
+    its process group exchanges after it.
+    """
+    return isinstance(body, MicroBody) and bool(body.received) and body.whole.mesh.axes[axis].backend != "nccl"
 
 
 def write_body(body: Body, axis: int) -> Program:
     """The program of a body, which sends over the mesh axis number ``axis``."""
     return _Writer(body, axis).program()
+
+
+def write_start(body: Body, axis: int) -> Program:
+    """The program that starts to receive what a micro-batch reads, while the one before it computes."""
+    writer = _Writer(body, axis)
+    writer.pending = {_arriving(message): writer.receive(message) for message in received_by(body)}
+    return writer.finished([], [], started_role(body.role))
 
 
 def write_ending(body: Body, axis: int) -> Program:
@@ -47,7 +63,7 @@ class _Writer(MessageWriter):
         for node, source in body.kept.items():
             self.env[node] = self._take(_handed_on(node, source), node.meta["val"])
         waits = [] if body.before is None else list(self._take_messages_of(body.before))
-        arriving = [(message, self.receive(message)) for message in received_by(body)]
+        arriving = [(message, self._started(message)) for message in received_by(body)]
         for message, started in arriving:
             self.unpack(message, self.wait(started, message.nodes[0]))
         leaving = sent_by(body)
@@ -64,6 +80,12 @@ class _Writer(MessageWriter):
             self.wait(token, token)
         self.pending |= {_handed_on(node, body): self.env[node] for node in body.handed_on}
         return self.finished(values, [output for _, output in body.outputs], body.role)
+
+    def _started(self, message: Message) -> fx.Node:
+        """What is received, by a program of its own if that starts early."""
+        if receives_early(self.body, self.axis):
+            return self._take(_arriving(message), message.val)
+        return self.receive(message)
 
     def finished(self, values: Sequence[Any], outputs: Sequence[Output], role: str) -> Program:
         """The program of what was written so far."""
@@ -133,6 +155,10 @@ class _Writer(MessageWriter):
 
 def _handed_on(node: fx.Node, body: Body) -> str:
     return f"kept.{node.name}.{body.role}"
+
+
+def _arriving(message: Message) -> str:
+    return f"receiving.{message.channel}"
 
 
 def _pending_output(name: str, val: Any) -> Output:

@@ -181,9 +181,10 @@ def test_the_proof_finds_orders_that_would_never_end(bundle: Bundle) -> None:
     check_bundle(bundle)
     first, second = bundle.calls["step"]
     early = [role for role in first if role != "forward.0"]
+    at = early.index("backward.0") + 1
     for mutant in (
         (("backward.0", *(role for k, role in enumerate(first) if k != first.index("backward.0"))), second),
-        (tuple(early[:1] + ["forward.0"] * 4 + early[1:]), second),
+        (tuple(early[:at] + ["forward.0"] * 4 + early[at:]), second),
         (first[:-1], second),
         (first, tuple(role for role in second if role != ended_role("backward.1"))),
     ):

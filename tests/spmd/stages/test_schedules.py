@@ -25,7 +25,7 @@ from passes.schedule.happens_before import check_streams
 from passes.schedule.streams import assign_streams
 from spmd.lowering.run_stages import ends_on_nccl
 from spmd.stages.schedule_files import Actions, schedule_text
-from spmd.stages.schedules import SCHEDULES, ended_role, orders, role_of, with_ends
+from spmd.stages.schedules import SCHEDULES, ended_role, orders, role_of, started_role, with_ends, with_starts
 from tests.harness.fake import fake_world
 from tests.harness.on_cuda import OnCuda
 
@@ -199,7 +199,7 @@ def many(bundle: Bundle, ranks: int, count: int, backend: str = "gloo") -> Bundl
         like = 0 if rank == 0 else 2 if rank == ranks - 1 else 1
         for part in ("forward", "backward"):
             role = role_of(part, like)
-            for each in {role, ended_role(role)} & bundle.programs.keys():
+            for each in {role, ended_role(role), started_role(role)} & bundle.programs.keys():
                 programs[each.replace(f".{like}", f".{rank}")] = moved(
                     bundle.programs[each], rank - like, rank, ranks, backend
                 )
@@ -207,6 +207,7 @@ def many(bundle: Bundle, ranks: int, count: int, backend: str = "gloo") -> Bundl
     receivers |= {role_of("backward", k): [role_of("backward", k - 1)] for k in range(1, ranks)}
     senders = {receiver: [sender] for sender, (receiver,) in receivers.items()}
     calls = with_ends(orders("1f1b", ranks, 1, count, role_of), receivers, senders)
+    calls = [with_starts(order, senders) for order in calls]
     return Bundle.of("many", programs, {"step": calls}, "pp", micro_batches=bundle.micro_batches)
 
 
