@@ -185,7 +185,7 @@ def test_private_torch_names_are_in_one_file(package: str) -> None:
     ] == []  # which extend other libraries' classes
 
 
-def test_passes_ask_for_strides_in_one_file() -> None:
+def test_passes_and_stages_ask_for_strides_in_one_file() -> None:
     """Elsewhere a decision by this rank's strides would be another one on the next rank."""
     no_decision = {
         "arena.py",  # makes tensors
@@ -198,12 +198,12 @@ def test_passes_ask_for_strides_in_one_file() -> None:
     }
     asking = {
         path.name
-        for path in (ROOT / "passes").rglob("*.py")
+        for path in [*(ROOT / "passes").rglob("*.py"), *(ROOT / "spmd/stages").glob("*.py")]
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and node.attr in ("is_contiguous", "stride")
-        if not ast.unparse(node.value).endswith("layouts")
+        if not ast.unparse(node.value).endswith(("layouts", "agreed"))
     }
-    assert asking - no_decision == {"strides.py"}
+    assert asking - no_decision == {"strides.py", "agreed.py"}
 
 
 def test_what_refers_to_live_objects_is_compared_by_identity() -> None:

@@ -17,6 +17,7 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from passes import Axis, Collective, Input, Kind, Output, OutputKind, PartitionError, Program, Role
+from passes.analysis.strides import Layouts
 from passes.ir.collectives import WAIT, c10d
 from passes.ir.edit import add_input, insert_before
 from passes.ir.micro_batches import subtrees
@@ -109,10 +110,11 @@ def _placed(placement: Placements, over: int, entry: Shard | None = None) -> Pla
 
 def fill_by_shape(program: Program) -> None:
     """Let fills, as of the gradient of a loss, not wait for the sum that they have the shape of."""
+    layouts = Layouts(program.graph)
     for node in list(program.graph.nodes):
         val = node.meta.get("val")
         is_fill = node.op == "call_function" and has(node.target, Trait.ZEROS, Trait.ONES, Trait.FULL)
-        if is_fill and node.all_input_nodes and val.is_contiguous():
+        if is_fill and node.all_input_nodes and layouts.is_contiguous(node):
             is_any = has(node.target, Trait.FULL)
             number = argument(node, "fill_value") if is_any else int(has(node.target, Trait.ONES))
             options = {"dtype": val.dtype, "device": val.device}

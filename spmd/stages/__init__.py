@@ -7,6 +7,7 @@ The files, from the step to its programs:
 
 - ``stage_axis.py``: a program's share over an axis of stages, from the mode's options to the bundle
 - ``cut_model.py``, ``place_nodes.py``: where the model is cut; the stage of each node
+- ``agreed.py``: sizes, shapes and layouts as all ranks know them, by which they decide
 - ``add_apart.py``, ``collect_rows.py``: sums of values of several stages, such as a tied weight's gradient; results
   that are rows
 - ``bodies.py``: what each program computes, takes, receives and sends

@@ -39,26 +39,26 @@ def add_at_once(placed: Placed) -> None:
 def _terms_by_rank(grown: fx.Node, placed: Placed) -> list[list[fx.Node]]:
     """The terms of the sum that grows, by the rank that computes them; one of no stage goes with the first."""
     groups: dict[int, list[fx.Node]] = {}
-    for term in _terms(grown.args[1], grown) if grown.target is aten.add.Tensor else ():
+    for term in _terms(grown.args[1], grown, placed) if grown.target is aten.add.Tensor else ():
         source = source_of(term)
         rank = placed.stages[source] % placed.ranks if source in placed.stages else next(iter(groups), 0)
         groups.setdefault(rank, []).append(term)
     return list(groups.values())
 
 
-def _terms(node: Any, grown: fx.Node) -> list[fx.Node]:
+def _terms(node: Any, grown: fx.Node, placed: Placed) -> list[fx.Node]:
     """The terms of a sum of the type of ``grown``, without what only ends autograd."""
     while node.target is aten.detach.default and len(node.users) == 1:
         node = node.args[0]
     is_sum = node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1
-    if not is_sum or any(_type(each) != _type(grown) for each in node.args):
+    if not is_sum or any(_type(each, placed) != _type(grown, placed) for each in node.args):
         return [node]
-    return [term for each in node.args for term in _terms(each, grown)]
+    return [term for each in node.args for term in _terms(each, grown, placed)]
 
 
-def _type(node: Any) -> Any:
-    val = node.meta["val"] if isinstance(node, fx.Node) else None
-    return (val.shape, val.dtype) if isinstance(val, torch.Tensor) else None
+def _type(node: Any, placed: Placed) -> Any:
+    shape = placed.agreed.shape(node)
+    return None if shape is None else (shape, node.meta["val"].dtype)
 
 
 def _divide(local: Program, grown: fx.Node, accumulator: fx.Node, groups: Sequence[Sequence[fx.Node]]) -> None:

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 import torch
 from torch import fx
@@ -17,6 +16,7 @@ from passes.analysis.reachability import ancestors, descendants
 from passes.ir.collectives import is_collective, is_wait
 
 from ..micro_batches.lines import described
+from .agreed import Agreed
 
 Ranks = frozenset[int]  # along the axis of stages
 
@@ -40,7 +40,7 @@ class Placed:
     ``parts``: of the nodes that run for each micro-batch; those of ``grown`` add to accumulators. A node in ``free``
     follows from arguments alone, one in ``fixed`` from nothing that micro-batches differ in: each is computed wherever
     it is read, and neither has ``stages``. ``update``: the ranks of the nodes that run once. ``homes``: the ranks that
-    keep each state tensor, by name.
+    keep each state tensor, by name. ``agreed``: what all ranks know of the nodes.
     """
 
     count: int
@@ -52,6 +52,7 @@ class Placed:
     stages: Mapping[fx.Node, int]
     update: Mapping[fx.Node, Ranks]
     homes: Mapping[str, Ranks]
+    agreed: Agreed
 
 
 def place_nodes(
@@ -81,6 +82,7 @@ class _Placing:
 
     def __post_init__(self) -> None:
         program = self.program
+        self.agreed = Agreed(program)
         self.nodes = [node for node in program.graph.nodes if node.op != "output"]
         self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
         pairs = list(zip(program.output_values(), program.outputs, strict=True))
@@ -126,7 +128,8 @@ class _Placing:
             parts |= dict.fromkeys(self._of_weights(backward), Part.WEIGHTS)
         homes = self._homes()
         update = self._place_update(homes)
-        return Placed(self.count, self.ranks, parts, self.grown, self.free, self.fixed, self.stages, update, homes)
+        of_node = self.grown, self.free, self.fixed, self.stages
+        return Placed(self.count, self.ranks, parts, *of_node, update, homes, self.agreed)
 
     def _parts(self) -> dict[fx.Node, Part]:
         nodes = [node for node in self.nodes if node in self.run_each and node.op != "placeholder"]
@@ -227,8 +230,10 @@ class _Placing:
                 fixed = is_collective(node) or is_wait(node) or node.target is operator.getitem or bool(rest)
                 if fixed or lower >= self.stages[node] or any(source_of(each) in self._available for each in reads):
                     continue
-                sent = sum(_bytes(each) for each in reads if lower not in self._readers(each, node))
-                if sent <= _bytes(node) and all(isinstance(each.meta.get("val"), torch.Tensor) for each in reads):
+                sent = sum(self.agreed.bytes(each) for each in reads if lower not in self._readers(each, node))
+                if sent <= self.agreed.bytes(node) and all(
+                    isinstance(each.meta.get("val"), torch.Tensor) for each in reads
+                ):
                     self.stages[node], moved = lower, True
 
     def _of_weights(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -281,7 +286,7 @@ class _Placing:
         for each in pending:
             near = dict.fromkeys([*each.all_input_nodes, *each.users])
             for other in near:
-                if other in seen or _shape(other) != _shape(node):
+                if other in seen or self.agreed.shape(other) != self.agreed.shape(node):
                     continue
                 seen.add(other)
                 declared = self.inputs.get(other)
@@ -313,9 +318,12 @@ class _Placing:
                     own[node] = possible[node]
             else:
                 self._check_known(node)
-                of_own = [own[each] for each in node.all_input_nodes if each in own and _shape(each) == _shape(node)]
+                shape = self.agreed.shape(node)
+                of_own = [
+                    own[each] for each in node.all_input_nodes if each in own and self.agreed.shape(each) == shape
+                ]
                 both = every.intersection(*(possible[each] for each in node.all_input_nodes))
-                possible[node] = both or frozenset({_with_most(node, possible)})
+                possible[node] = both or frozenset({self._with_most(node, possible)})
                 if of_own:
                     possible[node] = own[node] = of_own[0]
                 self._check_state(node, possible)
@@ -331,6 +339,13 @@ class _Placing:
                     for each in node.all_input_nodes:
                         wanted.setdefault(each, set()).update(update[node])
         return update
+
+    def _with_most(self, node: fx.Node, possible: Mapping[fx.Node, Ranks]) -> int:
+        sizes: dict[int, int] = {}
+        for each in node.all_input_nodes:
+            for stage in possible[each]:
+                sizes[stage] = sizes.get(stage, 0) + self.agreed.bytes(each)
+        return max(sizes, key=lambda stage: (sizes[stage], stage))
 
     def _check_state(self, node: fx.Node, possible: Mapping[fx.Node, Ranks]) -> None:
         """Raise ``PartitionError`` where a node reads state of several stages as it lies."""
@@ -359,20 +374,3 @@ def _until(values: Iterable[fx.Node], ends: Mapping[fx.Node, fx.Node]) -> set[fx
             found.add(node)
             pending += [] if node in ends else node.all_input_nodes
     return found
-
-
-def _with_most(node: fx.Node, possible: Mapping[fx.Node, Ranks]) -> int:
-    sizes: dict[int, int] = {}
-    for each in node.all_input_nodes:
-        for stage in possible[each]:
-            sizes[stage] = sizes.get(stage, 0) + _bytes(each)
-    return max(sizes, key=lambda stage: (sizes[stage], stage))
-
-
-def _shape(node: fx.Node) -> Any:
-    return getattr(node.meta.get("val"), "shape", None)
-
-
-def _bytes(node: fx.Node) -> int:
-    val = node.meta.get("val")
-    return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from passes.ir.collectives import WAIT
 from passes.runtime.message_collectives import recv, send
 
 from ..micro_batches.lines import described
+from .agreed import Agreed
 from .bodies import Body, UpdateBody
 
 aten = torch.ops.aten
@@ -27,6 +28,7 @@ class Message:
     nodes: tuple[fx.Node, ...]
     source: int
     target: int
+    agreed: Agreed = field(repr=False, compare=False)
 
     @property
     def channel(self) -> str:
@@ -36,7 +38,7 @@ class Message:
     @property
     def sent(self) -> list[torch.Tensor]:
         """Each value as it lies when it is sent, as a fake tensor."""
-        return [_dense(node)[0] for node in self.nodes]
+        return [self.agreed.dense(node)[0] for node in self.nodes]
 
     @property
     def val(self) -> torch.Tensor:
@@ -56,7 +58,7 @@ def _messages(body: Body, nodes: Iterable[fx.Node], source: int, target: int) ->
                     "return it as a tensor, or compute it of arguments"
                 )
             groups.setdefault(node.meta["val"].dtype if isinstance(body, UpdateBody) else node, []).append(node)
-    return [Message(tuple(group), source, target) for group in groups.values()]
+    return [Message(tuple(group), source, target, body.placed.agreed) for group in groups.values()]
 
 
 def sent_by(body: Body) -> list[Message]:
@@ -99,7 +101,7 @@ class MessageWriter:
             split = self.new(aten.split_with_sizes.default, (arrived, sizes), arrived, list(vals))
             parts = [self.new(operator.getitem, (split, k), arrived, val) for k, val in enumerate(vals)]
         for node, part, val in zip(message.nodes, parts, message.sent, strict=True):
-            order = _dense(node)[1]
+            order = message.agreed.dense(node)[1]
             value = part if part is arrived else self.new(aten.view.default, (part, list(val.shape)), node, val)
             if order is not None:
                 back = sorted(range(len(order)), key=order.__getitem__)
@@ -108,7 +110,7 @@ class MessageWriter:
 
     def send(self, message: Message) -> None:
         """Start to send; the value and what to wait for are handed on."""
-        sent = [self._as_sent(node) for node in message.nodes]
+        sent = [self._as_sent(node, message.agreed) for node in message.nodes]
         operand = sent[0]
         if len(sent) > 1:
             vals = [each.meta["val"] for each in sent]
@@ -120,11 +122,11 @@ class MessageWriter:
         token = self._message(send.default, (operand, self._rank(message.target)), message, message.val.new_empty([0]))
         self.pending |= {f"sending.{message.channel}": operand, f"sent.{message.channel}": token}
 
-    def _as_sent(self, node: fx.Node) -> fx.Node:
-        sent, (val, order) = self.env[node], _dense(node)
+    def _as_sent(self, node: fx.Node, agreed: Agreed) -> fx.Node:
+        sent, (val, order) = self.env[node], agreed.dense(node)
         if order is not None:
             return self.new(aten.permute.default, (sent, list(order)), node, val)
-        if node.meta["val"].is_contiguous():
+        if agreed.is_contiguous(node):
             return sent
         return self.new(aten.clone.default, (sent,), node, val, {"memory_format": torch.contiguous_format})
 
@@ -158,13 +160,3 @@ class MessageWriter:
         made.meta = {key: node.meta[key] for key in ("phase", "module", "source", "placement") if key in node.meta}
         made.meta["val"] = val
         return made
-
-
-def _dense(node: fx.Node) -> tuple[torch.Tensor, list[int] | None]:
-    """The value as it is sent, and the order of dims that makes it contiguous, if it is another than its own."""
-    val: torch.Tensor = node.meta["val"]
-    if val.is_contiguous():
-        return val, None
-    order = sorted(range(val.ndim), key=val.stride, reverse=True)
-    permuted = val.permute(order)
-    return (permuted, order) if permuted.is_contiguous() else (val.contiguous(), None)

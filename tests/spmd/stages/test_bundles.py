@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import passes
@@ -80,6 +81,42 @@ def test_stages_are_balanced_and_all_steps_of_a_model_take_them() -> None:
         assert homes == [(0,), (0,), (0,), (1,), (1,)]
         spmd.compile(evaluation, parallel_mode=mode)(model, x[:8])
         assert [each.weight.placements[0].stages for each in model] == homes
+
+
+def averaging(model: nn.Module, average: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for mean, each in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(each, 0.1)
+    return loss
+
+
+ROWS_OF_BOTH: dict[str, Any] = {"parallel_style": "fully_shard", "axes": {"stages": "pp", "batch": "dp"}}
+TENSORS: dict[str, Any] = {
+    "axes": {"stages": "pp", "tensor": "dp"},
+    "params": {"*.0.*": {"dp": Shard(0)}, "*.2.weight": {"dp": Shard(1)}, "*.4.*": {"dp": Shard(0)}},
+}
+
+
+@pytest.mark.parametrize("mode", [ROWS_OF_BOTH, TENSORS], ids=["fully_shard", "tensor"])
+def test_ranks_of_a_stage_with_unequal_parts_have_the_same_programs(mode: dict[str, Any]) -> None:
+    """A part of one element is as large as a clip coefficient, and one of one row is contiguous in any order."""
+    digests = set()
+    for rank in range(2):
+        with fake_world(4, rank):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+            model, average = (
+                nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)) for _ in range(2)
+            )
+            compiled = spmd.compile(averaging, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO | mode), passes=())
+            compiled(model, average, torch.optim.AdamW(model.parameters()), torch.randn(8, 5))
+            assert compiled.program is not None
+            digests.add(compiled.program.stages.digest())
+    assert len(digests) == 1
 
 
 def penalized(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
