@@ -3,9 +3,8 @@
 A call is walked as ranks would run it. A message is done once both of its ends have started, a collective once all
 ranks have, and a wait blocks until then: gloo and NCCL may be quicker, never slower. Between two ranks the first send
 meets the first recv, the second the second: on gloo of each channel by itself, on NCCL of each process group. NCCL also
-runs all that a rank sends and receives in one process group in one line (of a group that is connected when it is first
-used, what each two ranks exchange), so that there each message waits for those before it on both of its ranks. That
-collectives stand in this line, too, is not walked.
+runs all that a rank starts in one process group, messages and collectives, in one line (of a group that is connected
+when it is first used, what each two ranks exchange), so that there each waits for those before it on all of its ranks.
 """
 
 from __future__ import annotations
@@ -243,20 +242,24 @@ class _Walk:
         mine.append(started)
         if len(theirs) >= len(mine):
             self._pair(started, theirs[len(mine) - 1])
-        if axis is not None and axis.backend == "nccl":
-            started.in_line = True
-            self.lines[rank.coordinate, line].append(started)
-            self._advance(rank.coordinate, line)
+        self._stand_in_line(started)
         return started
 
+    def _stand_in_line(self, started: _Started) -> None:
+        axis = self.bundle.axis_of(started.role)
+        if axis is not None and axis.backend == "nccl":
+            started.in_line, coordinate, group = True, started.rank.coordinate, group_of(started.node)
+            self.lines[coordinate, group].append(started)
+            self._advance(coordinate, group)
+
     def _advance(self, rank: int, group: str) -> None:
-        """End the messages of a group that are first in line on both of their ranks, beginning with those of one."""
+        """End what is first in the line of a group on all of its ranks, beginning with that of one."""
         ranks = [rank]
         while ranks:
-            mine = self.lines[ranks.pop(), group]
-            other = mine[0].others[0] if mine and mine[0].others else None
-            if other is not None and self.lines[other.rank.coordinate, group][0] is other:
-                for each in (mine[0], other):
+            line = self.lines[ranks.pop(), group]
+            together = [line[0], *line[0].others] if line and len(line[0].others) == line[0].expected else []
+            if all(self.lines[each.rank.coordinate, group][0] is each for each in together):
+                for each in together:
                     self.lines[each.rank.coordinate, group].popleft().is_over = True
                     ranks.append(each.rank.coordinate)
 
@@ -280,6 +283,7 @@ class _Walk:
                     raise PassError(f"expected all ranks to start the same collective, got {started} and {other}")
                 started.others.append(other)
                 other.others.append(started)
+        self._stand_in_line(started)
         return started
 
     def _blocked(self, ranks: list[_Walker]) -> str:

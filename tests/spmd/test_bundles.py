@@ -314,6 +314,30 @@ def _two(sides: list[Callable[..., Any]], backend: str) -> Bundle:
     return Bundle.of("swap", programs, {"step": (("a",), ("b",))}, axis="pp")
 
 
+def sums_and_sends(x: Any) -> Any:
+    """A message behind a sum that has started."""
+    summed = c10d.all_reduce.default(x, "sum", "0")
+    WAIT(send.default(x, 1, "down", "0"))
+    return (WAIT(summed),)
+
+
+def receives_and_sums(x: Any) -> Any:
+    return (WAIT(c10d.all_reduce.default(aten.add.Tensor(x, WAIT(received(x, [4, 5], 0, "down"))), "sum", "0")),)
+
+
+def sums_and_receives(x: Any) -> Any:
+    summed = c10d.all_reduce.default(x, "sum", "0")
+    return (aten.add.Tensor(WAIT(received(x, [4, 5], 0, "down")), WAIT(summed)),)
+
+
+def test_on_nccl_a_message_waits_for_a_sum_that_started_before_it() -> None:
+    for backend in ("gloo", "nccl"):
+        check_bundle(_two([sums_and_sends, sums_and_receives], backend))
+    check_bundle(_two([sums_and_sends, receives_and_sums], "gloo"))
+    with pytest.raises(PassError, match="would never end: pp=0 waits for the send of down .* pp=1 waits for the recv"):
+        check_bundle(_two([sums_and_sends, receives_and_sums], "nccl"))
+
+
 def test_values_of_several_micro_batches_arrive_in_order() -> None:
     """All forwards first, then all backwards, which ends only where a send goes on beside the next forward."""
     both: Any = {"step": (("forward", "forward", "backward", "backward"), ("loss", "loss"))}
