@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -26,10 +29,59 @@ class GlooWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait until it is done."""
-        while self._in_slices and not is_done(self._work, _SLICE):
+        if not self._in_slices:
+            _wait_for_message(self._work)
+            return True
+        while not is_done(self._work, _SLICE):
             pass
-        _finish(self._work, _SLICE if self._in_slices else _MESSAGE)
+        _finish(self._work, _SLICE)
         return True
+
+
+class _MessageThread(threading.Thread):
+    """Waits for messages, one at a time, while the thread that gives them answers signals."""
+
+    def __init__(self) -> None:
+        super().__init__(name="spmd messages", daemon=True)
+        self._given, self._done = SimpleQueue[Any](), SimpleQueue[PeerLostError | None]()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                _finish(self._given.get(), _MESSAGE)
+                self._done.put(None)
+            except PeerLostError as error:
+                self._done.put(error)
+
+    def wait(self, work: Any) -> None:
+        """Wait for a message. Raises ``PeerLostError``, or what the handler of a signal raises."""
+        self._given.put(work)
+        error = self._done.get()
+        if error is not None:
+            raise error
+
+
+_idle = list[_MessageThread]()
+
+
+def _wait_for_message(work: Any) -> None:
+    """Wait for a message without slices, which gloo does not have, and answer signals all the same.
+
+    A thread whose wait was interrupted is used no more: it ends its wait once the group is closed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        _finish(work, _MESSAGE)
+        return
+    thread = _idle.pop() if _idle else _MessageThread()
+    if not thread.is_alive():  # this process was forked from the one that had it
+        thread = _MessageThread()
+    try:
+        thread.wait(work)
+    except PeerLostError:
+        _idle.append(thread)
+        raise
+    _idle.append(thread)
 
 
 def is_done(work: Any, seconds: float) -> bool:
@@ -56,6 +108,20 @@ def _finish(work: Any, seconds: float) -> None:
 def register(out: torch.Tensor, work: Any, group: Any, in_slices: bool = True) -> None:
     """Let ``wait_tensor(out)`` wait for ``work``, which a collective of ``group`` returned."""
     register_work(out, GlooWork(work, in_slices) if is_gloo(group) else work)
+
+
+def start_message(out: torch.Tensor, start: Callable[..., Any], x: torch.Tensor, group: Any, **options: Any) -> None:
+    """Let ``wait_tensor(out)`` wait for a message of ``group``, which ``dist.isend`` or ``dist.irecv`` starts.
+
+    Raises ``PeerLostError`` if gloo knows already that the peer is lost.
+    """
+    try:
+        work = start(x, group=group, **options)
+    except RuntimeError as error:
+        if is_gloo(group):
+            raise PeerLostError(str(error)) from error
+        raise
+    register(out, work, group, in_slices=False)
 
 
 def is_gloo(group: Any) -> bool:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .._torch import c10d, group_named
 from .collective_ops import REDUCE_OPS, as_bytes, bounds, define, ops
-from .gloo import is_gloo, register
+from .gloo import is_gloo, register, start_message
 
 _TAG = 20_261  # of these point-to-point messages, so that they are not taken for those of the user
 _CHANNEL_TAGS = 1 << 30  # the first tag of those that programs send and receive by themselves, and how many there are
@@ -75,9 +75,9 @@ def _gather_by_sending(x: Tensor, total: int, ranks: int, group_name: str, *, ou
     for step in range(1, ranks):  # in each step, every rank sends to another one
         source, target = (rank - step) % ranks, (rank + step) % ranks
         if parts[source].numel():
-            register(out, dist.irecv(parts[source], group_src=source, group=group, tag=_TAG), group, in_slices=False)
+            start_message(out, dist.irecv, parts[source], group, group_src=source, tag=_TAG)
         if mine.numel():
-            register(out, dist.isend(mine, group_dst=target, group=group, tag=_TAG), group, in_slices=False)
+            start_message(out, dist.isend, mine, group, group_dst=target, tag=_TAG)
     _fill(parts[rank], mine)
     return out
 
@@ -90,9 +90,8 @@ def tag_of(channel: str) -> int:
 
 def _send(x: Tensor, peer: int, channel: str, group_name: str, *, out: Tensor) -> Tensor:
     if x.numel():
-        group = group_named(group_name)
-        work = dist.isend(as_bytes(x.contiguous()), group_dst=peer, group=group, tag=tag_of(channel))
-        register(out, work, group, in_slices=False)
+        operand, group = as_bytes(x.contiguous()), group_named(group_name)
+        start_message(out, dist.isend, operand, group, group_dst=peer, tag=tag_of(channel))
     return out
 
 
@@ -107,9 +106,7 @@ def _recv(
     out: Tensor,
 ) -> Tensor:
     if out.numel():
-        group = group_named(group_name)
-        work = dist.irecv(as_bytes(out), group_src=peer, group=group, tag=tag_of(channel))
-        register(out, work, group, in_slices=False)
+        start_message(out, dist.irecv, as_bytes(out), group_named(group_name), group_src=peer, tag=tag_of(channel))
     return out
 
 
