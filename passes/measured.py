@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from torch import fx
 
-from .ir.collectives import is_collective, is_wait
+from .ir.bundle import Bundle, run_names
+from .ir.collectives import channel_of, is_collective, is_message, is_wait
 from .ir.program import Program
 from .ir.schemas import name_of
+from .schedule.lanes import Bar
 from .schedule.simulation import Timeline
 
 
@@ -50,7 +54,8 @@ class MeasuredTime:
 
     ``seconds``: from the first node to the last. ``communication``: of these, how long the thread that computes was
     busy with collectives, from start to end, or waited for them and for late ranks; ``compute``: the rest.
-    ``nodes``: seconds of each node, by its name in a dump; ``ops``: the sums for each op, longest first.
+    ``nodes``: seconds of each node, by its name in a dump; ``ops``: the sums for each op, longest first. Of a pipeline
+    each run has its own: ``forward.0 of 3: mm`` is a node on micro-batch 3, ``forward.0: mm`` an op of this stage.
     """
 
     calls: int
@@ -61,14 +66,16 @@ class MeasuredTime:
     ops: tuple[OpTime, ...] = ()
 
     @classmethod
-    def of(cls, program: Program, estimated: Timeline | None, calls: Sequence[Mapping[str, float]]) -> MeasuredTime:
-        """The medians of calls that each give seconds by the names of nodes."""
+    def of(
+        cls, program: Program, estimated: Timeline | None, calls: Sequence[Mapping[str, float]], bars: Sequence[Bar] = ()
+    ) -> MeasuredTime:
+        """The medians of calls that each give seconds by the names of nodes; ``bars``: the runs of a stage, estimated."""
         nodes = {name: median(call[name] for call in calls) for name in calls[0]}
-        awaited = {node.name for node in program.graph.nodes if collective_of(node) is not None}
+        awaited = collectives_of_call(program).keys()
         communication = [sum(seconds for name, seconds in call.items() if name in awaited) for call in calls]
         totals = [sum(call.values()) for call in calls]
         compute = [total - part for total, part in zip(totals, communication, strict=True)]
-        ops = _ops(program, estimated, nodes, awaited)
+        ops = _ops(program, _expected(estimated, bars), nodes, awaited)
         return cls(len(calls), median(totals), median(compute), median(communication), nodes, ops)
 
     @classmethod
@@ -87,14 +94,59 @@ def collective_of(node: fx.Node) -> fx.Node | None:
     return started if isinstance(started, fx.Node) else None
 
 
+def _nodes_of_call(program: Program) -> Iterator[tuple[str, str, fx.Node]]:
+    """The nodes that run, each with its run (``forward.0 of 3``) and the role of its program; empty for the only one."""
+    if program.stages is None:
+        yield from (("", "", node) for node in program.graph.nodes)
+        return
+    bundle: Bundle = program.stages
+    (call,) = bundle.calls
+    order = bundle.order(call, bundle.coordinate_of(program))
+    for run, role in zip(run_names(order), order, strict=True):
+        yield from ((run, role, node) for node in bundle.programs[role].graph.nodes)
+
+
+def _named(run: str, node: fx.Node) -> str:
+    return f"{run}: {node.name}" if run else node.name
+
+
+def collectives_of_call(program: Program) -> dict[str, str]:
+    """The collective that each node starts or waits for, by the names of ``MeasuredTime``, in the order of a call."""
+    found, sent = dict[str, str](), defaultdict[str, list[str]](list)
+    for run, role, node in _nodes_of_call(program):
+        started, name = collective_of(node), _named(run, node)
+        if started is not None:
+            found[name] = _named(run, started)
+            if started is node and is_message(node):
+                sent[f"pending.sent.{channel_of(node)}"].append(name)
+        elif is_wait(node) and role:  # for what a program before has sent
+            inputs = program.stages.programs[role].inputs
+            found[name] = sent[inputs[_position(node.args[0])].name].pop(0)
+    return found
+
+
+def _position(placeholder: Any) -> int:
+    return list(placeholder.graph.find_nodes(op="placeholder")).index(placeholder)
+
+
+def _expected(estimated: Timeline | None, bars: Sequence[Bar]) -> dict[str, float]:
+    """The estimated seconds of each node that computes."""
+    spans = [span for span in estimated.spans if not span.queue] if estimated else []
+    if not bars:
+        return {span.node: span.end - span.start for span in spans}
+    starts = [bar.start for bar in bars]
+    runs = [bars[max(bisect_right(starts, span.start) - 1, 0)].text for span in spans]
+    return {f"{run}: {span.node}": span.end - span.start for run, span in zip(runs, spans, strict=True)}
+
+
 def _ops(
-    program: Program, estimated: Timeline | None, nodes: Mapping[str, float], awaited: set[str]
+    program: Program, expected: Mapping[str, float], nodes: Mapping[str, float], awaited: Collection[str]
 ) -> tuple[OpTime, ...]:
-    expected = {span.node: span.end - span.start for span in estimated.spans if not span.queue} if estimated else {}
     found: dict[str, list[str]] = {}
-    for node in program.graph.nodes:
-        if node.name in nodes and node.name not in awaited:
-            found.setdefault(name_of(node.target), []).append(node.name)
+    for run, role, node in _nodes_of_call(program):
+        name = _named(run, node)
+        if name in nodes and name not in awaited:
+            found.setdefault(f"{role}: {name_of(node.target)}" if role else name_of(node.target), []).append(name)
     rows = [
         OpTime(op, len(each), sum(expected.get(name, 0.0) for name in each), sum(nodes[name] for name in each))
         for op, each in found.items()

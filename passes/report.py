@@ -25,7 +25,7 @@ from .ir.collectives import Collective, Kind, input_bytes, moved
 from .ir.printer import short_dtype
 from .ir.program import Program
 from .ir.roles import Role
-from .measured import IslandTime, MeasuredTime, OpTime, collective_of
+from .measured import IslandTime, MeasuredTime, OpTime, collectives_of_call
 from .memory.bundle_memory import bundle_memory
 from .memory.peak_memory import PlannedMemory, planned_memory
 from .page.render import render
@@ -195,12 +195,13 @@ class Report:
 
     def with_measured(self, program: Program, calls: Sequence[Mapping[str, float]]) -> Report:
         """This report of ``program`` with what calls of it took: seconds by the names of nodes, one entry a call."""
-        found, took = MeasuredTime.of(program, self.timeline, calls), defaultdict[str, float](float)
-        for node in program.graph.nodes:
-            collective = collective_of(node)
-            if collective is not None:
-                took[collective.name] += found.nodes.get(node.name, 0.0)
-        every = tuple(replace(one, measured=took[one.node]) for one in self.every)
+        bars = self.lanes[program.stages.coordinate_of(program)].bars if self.lanes else ()
+        found, took = MeasuredTime.of(program, self.timeline, calls, bars), defaultdict[str, float](float)
+        collectives = collectives_of_call(program)
+        for name, collective in collectives.items():
+            took[collective] += found.nodes.get(name, 0.0)
+        started = dict.fromkeys(collectives.values())
+        every = tuple(replace(one, measured=took[name]) for one, name in zip(self.every, started, strict=True))
         return replace(self, every=every, traffic=_traffic(every), measured=found)
 
     def count(self, kind: str) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .lowering.codegen import Bound
-from .lowering.lower import Executable
+from .lowering.lower import Executable, Timed
 from .running.compiled import Compiled
 
 
@@ -43,7 +42,7 @@ class Profile:
         """The call that began has gone well."""
         if self._timed is None or self._compiled is not compiled:
             return
-        assert isinstance(self._timed.function, Bound)
+        assert isinstance(self._timed.function, Timed)
         calls = self._calls.setdefault(compiled.identity, [])
         calls.append(self._timed.function.seconds())
         compiled.report = compiled.report.with_measured(compiled.program, calls)

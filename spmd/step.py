@@ -178,7 +178,7 @@ class CompiledStep(Generic[P, R]):
             raise SpmdError(
                 f"a call of {self._name} is not a whole step, and cannot be {done}: compile it without defer_updates"
             )
-        if self._options.mode.micro_batches > 1:
+        if self._options.mode.micro_batches > 1 and not self._options.mode.has_stages:
             raise SpmdError(
                 f"a call of {self._name} runs a program for each micro-batch, and cannot be {done}: compile it without "
                 "micro_batches"

@@ -283,6 +283,11 @@ def messages_of(program: Program) -> list[fx.Node]:
     return [node for node in program.collectives() if is_message(node)]
 
 
+def run_names(order: Sequence[str]) -> list[str]:
+    """The names of runs: ``forward.0 of 3`` on a micro-batch, and the role alone of a program that runs once."""
+    return [role if order.count(role) == 1 else f"{role} of {order[:k].count(role)}" for k, role in enumerate(order)]
+
+
 @dataclass(eq=False)
 class _Value:
     value: Any

@@ -31,6 +31,7 @@ from torch import Tensor
 from .._torch import c10d, group_named
 from .collective_ops import REDUCE_OPS, as_bytes, bounds, define, ops
 from .gloo import is_gloo, register, start_message
+from .peer_connection import PeerLostError
 
 _TAG = 20_261  # of these point-to-point messages, so that they are not taken for those of the user
 _CHANNEL_TAGS = 1 << 30  # the first tag of those that programs send and receive by themselves, and how many there are
@@ -114,13 +115,17 @@ def connect(ends: Iterable[tuple[str, int, int]], device: torch.device) -> None:
     """Let ranks exchange a byte: by group its name, and two of its ranks. All ranks of the groups give the same order.
 
     NCCL connects two ranks when the first message between them starts, and the host waits for the other one so long.
+    Raises ``PeerLostError`` if the other one fails meanwhile.
     """
     for group_name, source, target in ends:
         group, byte = group_named(group_name), torch.zeros(1, dtype=torch.uint8, device=device)
-        if group.rank() == source:
-            dist.send(byte, group_dst=target, group=group, tag=_TAG)
-        elif group.rank() == target:
-            dist.recv(byte, group_src=source, group=group, tag=_TAG)
+        try:
+            if group.rank() == source:
+                dist.send(byte, group_dst=target, group=group, tag=_TAG)
+            elif group.rank() == target:
+                dist.recv(byte, group_src=source, group=group, tag=_TAG)
+        except RuntimeError as error:
+            raise PeerLostError(str(error)) from error
 
 
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str, *, out: Tensor) -> Tensor:

@@ -35,9 +35,12 @@ class Clock:
         self._ticks.clear()
         self.tick()
 
-    def seconds(self, names: Sequence[str]) -> dict[str, float]:
-        """How long each node took, by its name, in the order in which the nodes ticked."""
+    def taken(self, names: Sequence[str]) -> Callable[[], dict[str, float]]:
+        """Let go of the ticks; what is returned waits for the device, and gives seconds by the nodes' names in order."""
         ticks, self._ticks[:] = list(self._ticks), []
+        return lambda: self._seconds(ticks, names)
+
+    def _seconds(self, ticks: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
         if self._device_type == "cpu":
             between = [end - start for start, end in pairwise(ticks)]
         else:

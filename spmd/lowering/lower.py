@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -26,7 +26,6 @@ from .._torch import DisableAutocast
 from ..state.background_reads import READS
 from ..state.commit import Commit
 from .arenas import Arenas
-from .clock import Clock
 from .codegen import Bound, Compiles
 from .cuda_graphs import Replay, why_not_captured
 
@@ -133,8 +132,19 @@ class Function(Protocol):
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Run on the inputs of a program."""
 
+    def timed(self, program: Program, commit: Commit, device_type: str) -> Timed:
+        """The same, which also measures each node."""
+
     def close(self) -> None:
         """Drop all references to state, and the generated code."""
+
+
+@runtime_checkable
+class Timed(Function, Protocol):
+    """One that measures each node."""
+
+    def seconds(self) -> dict[str, float]:
+        """How long each node of the last call took, by its name."""
 
 
 @dataclass
@@ -161,10 +171,9 @@ class Executable:
         return [outputs[k] for k in self.returned]
 
     def timed(self, program: Program, device_type: str) -> Executable:
-        """The same, which also measures each node (``Bound.seconds``), a region as one."""
-        bound = self.function
-        assert isinstance(bound, Bound), "a call is one program"
-        return replace(self, function=Bound(program, bound.arenas, self.commit, Clock(device_type), bound.regions))
+        """The same, which also measures each node (``Timed.seconds``), a region as one."""
+        assert self.runs is None, "a call is one program, or those of a stage"
+        return replace(self, function=self.function.timed(program, self.commit, device_type))
 
     def close(self) -> None:
         """Drop all references to state, and the generated code: the model is gone."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -12,10 +14,11 @@ from passes.ir.bundle import Bundle, InFlight
 
 from ..state.commit import Commit
 from .arenas import Arenas
-from .codegen import Compiles, is_taken
+from .codegen import Bound, Compiles, is_taken
 from .lower import Executable, lower
 
 Given = Callable[[str], Sequence[Any]]  # the inputs of a program that are not pending, in order
+Seconds = Callable[[], dict[str, float]]  # of each node of a run, by its name
 
 
 class BundleExecutable:
@@ -45,11 +48,52 @@ class BundleExecutable:
             self.in_flight.put(role, handed_on | {channel: returned[k] for channel, k in lowered.pending})
         return results
 
+    def timed(self, device_type: str, took: list[Seconds]) -> BundleExecutable:
+        """The same programs, which also measure each node; each run adds what it took to ``took``."""
+        found = copy(self)
+        found._programs = {role: copy(each) for role, each in self._programs.items()}
+        for role, each in found._programs.items():
+            each.executable = _Timed(each.executable.timed(self.bundle.programs[role], device_type), took)
+        return found
+
     def close(self) -> None:
         """Drop what is in flight, all references to state, and the generated code."""
         self.in_flight.clear()
         for each in self._programs.values():
             each.executable.close_code()
+
+
+class Runnable(Protocol):
+    """Runs a program."""
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run on this rank's inputs."""
+
+    def timed(self, program: Program, device_type: str) -> Executable:
+        """The same, which also measures each node."""
+
+    def close_code(self) -> None:
+        """Drop the generated code."""
+
+
+@dataclass
+class _Timed:
+    """A program that adds what each run took to ``took``."""
+
+    executable: Executable
+    took: list[Seconds]
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        returned = self.executable(inputs)
+        assert isinstance(self.executable.function, Bound)
+        self.took.append(self.executable.function.taken())
+        return returned
+
+    def timed(self, program: Program, device_type: str) -> Executable:
+        return self.executable.timed(program, device_type)
+
+    def close_code(self) -> None:
+        self.executable.close_code()
 
 
 class _Lowered:
@@ -59,7 +103,7 @@ class _Lowered:
         program = bundle.programs[role]
         if bundle.micro_batches is not None and not _writes_state(program):
             commit = Commit()
-        self.executable: Executable = lower(program, arenas, commit, regions)
+        self.executable: Runnable = lower(program, arenas, commit, regions)
         inputs = list(zip(program.placeholders, program.inputs, strict=True))
         pending = [(node, each) for node, each in inputs if each.role is Role.PENDING]
         assert inputs[len(inputs) - len(pending) :] == pending, "pending inputs stand behind all others"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from passes import OutputKind, Program
-from passes.ir.bundle import Bundle, messages_of
+from passes.ir.bundle import Bundle, messages_of, run_names
 from passes.ir.collectives import Kind, group_of, kind_of, peer_of
 from passes.ir.micro_batches import new_accumulators
 from passes.runtime.message_collectives import connect
@@ -20,7 +20,7 @@ from ..state.commit import Commit
 from .arenas import Arenas
 from .codegen import Compiles
 from .lower import Executable, executable_of, lower
-from .run_bundle import BundleExecutable
+from .run_bundle import BundleExecutable, Seconds
 
 
 def lower_step(
@@ -82,6 +82,11 @@ class StageRuns:
             raise
         return [None if each.kind is OutputKind.UPDATE else next(returned) for each in self.whole.outputs]
 
+    def timed(self, program: Program, commit: Commit, device_type: str) -> TimedStages:
+        """The same, which also measures each node of each run."""
+        took = list[Seconds]()
+        return TimedStages(self, self.executable.timed(device_type, took), took)
+
     def _new_accumulators(self) -> dict[str, torch.Tensor]:
         found, micro = dict[str, torch.Tensor](), self.executable.bundle.micro_batches
         for role in self.executable.order("step"):
@@ -95,6 +100,42 @@ class StageRuns:
         """Drop what is in flight, all references to state, and the generated code."""
         self.executable.close()
         self.accumulators.clear()
+
+
+@dataclass
+class TimedStages:
+    """Runs ``stages`` by programs that also measure each node; ``took``: what each run of the last call took."""
+
+    stages: StageRuns
+    executable: BundleExecutable
+    took: list[Seconds]
+
+    @property
+    def arenas(self) -> Arenas:
+        """Those of the stages."""
+        return self.stages.arenas
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Run a call."""
+        plain, self.stages.executable = self.stages.executable, self.executable
+        self.took.clear()
+        try:
+            return self.stages(*inputs)
+        finally:
+            self.stages.executable = plain
+
+    def timed(self, program: Program, commit: Commit, device_type: str) -> TimedStages:
+        """These."""
+        return self
+
+    def seconds(self) -> dict[str, float]:
+        """How long each node of each run took: ``forward.0 of 3: mm``."""
+        runs = zip(run_names(self.executable.order("step")), self.took, strict=True)
+        return {f"{run}: {node}": seconds for run, of_run in runs for node, seconds in of_run().items()}
+
+    def close(self) -> None:
+        """Drop the generated code."""
+        self.executable.close()
 
 
 def ends_on_nccl(bundle: Bundle) -> list[tuple[str, int, int]]:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import spmd
 from passes import Report
 from passes.measured import collective_of
 from tests.harness.cases import MLP
+from tests.harness.oracle import all_unequal, plain_run, snapshot
 from tests.harness.pool import Ranks
 
 CASE = MLP(sizes=(6, 6, 2), rows=4, optimizer="SGD momentum")
@@ -65,6 +67,34 @@ def check_sums(report: Report) -> None:
     assert sum(row.estimated for row in measured.ops) == pytest.approx(computed)
     assert Report.from_dict(report.to_dict()) == report
     assert report.scalars()["measured/communication"] == measured.communication
+
+
+def of_stages(rank: int, world: int) -> tuple[list[str], Report]:
+    """What differs from plain steps where rank 0 measures two of four calls; its report."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))
+    mode = spmd.DataParallel(mesh=mesh, axes={"stages": "pp"}, micro_batches=4, stages=["2"])
+    torch.manual_seed(0)
+    objects, step = CASE.build(), spmd.compile(CASE.step, parallel_mode=mode)
+    for call in range(4):
+        if call == 1 and rank == 0:
+            step.profile(steps=2)
+        result = step(*objects, *CASE.part(0, call))
+    return all_unequal(plain_run(CASE, 1, 4)[-1:], [snapshot(result, objects)], 0, 1), step.report()
+
+
+def test_each_run_of_a_stage_is_measured(ranks: Ranks) -> None:
+    (differ, report), (differ_too, other) = ranks.run(2, of_stages)
+    assert differ == differ_too == [] and other.measured is None
+    measured = report.measured
+    assert measured is not None and measured.calls == 2
+    runs = {name.partition(": ")[0] for name in measured.nodes}
+    assert runs >= {"update.0", *(f"{part}.0 of {k}" for part in ("forward", "backward") for k in range(4))}
+    counts = {row.op: row.count for row in measured.ops}
+    assert counts["forward.0: tanh"] == counts["backward.0: tanh_backward"] == 4
+    estimated = {row.op: row.estimated for row in measured.ops}
+    assert estimated["forward.0: tanh"] > 0 and all(row.measured > 0 for row in measured.ops)
+    assert report.every and all(one.measured > 0 for one in report.every)
+    assert sum(one.measured for one in report.every) == pytest.approx(measured.communication, rel=0.3)  # of medians
 
 
 @pytest.mark.slow
