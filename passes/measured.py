@@ -67,9 +67,13 @@ class MeasuredTime:
 
     @classmethod
     def of(
-        cls, program: Program, estimated: Timeline | None, calls: Sequence[Mapping[str, float]], bars: Sequence[Bar] = ()
+        cls,
+        program: Program,
+        estimated: Timeline | None,
+        calls: Sequence[Mapping[str, float]],
+        bars: Sequence[Bar] = (),
     ) -> MeasuredTime:
-        """The medians of calls that each give seconds by the names of nodes; ``bars``: the runs of a stage, estimated."""
+        """The medians of calls, each of seconds by the names of nodes; ``bars``: the runs of a stage, estimated."""
         nodes = {name: median(call[name] for call in calls) for name in calls[0]}
         awaited = collectives_of_call(program).keys()
         communication = [sum(seconds for name, seconds in call.items() if name in awaited) for call in calls]
@@ -95,7 +99,7 @@ def collective_of(node: fx.Node) -> fx.Node | None:
 
 
 def _nodes_of_call(program: Program) -> Iterator[tuple[str, str, fx.Node]]:
-    """The nodes that run, each with its run (``forward.0 of 3``) and the role of its program; empty for the only one."""
+    """The nodes that run, with their run (``forward.0 of 3``) and the role of its program; empty for the only one."""
     if program.stages is None:
         yield from (("", "", node) for node in program.graph.nodes)
         return

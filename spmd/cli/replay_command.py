@@ -56,5 +56,5 @@ def _described(found: NotFinite, what: str) -> Iterator[str]:
     yield f"{what}: {found.kind} in {found.count:,} of {found.of:,} elements"
     yield f"    {found.text}"
     yield from (f"    {operand}" for operand in found.operands)
-    if where := ", ".join(part for part in (found.phase, found.module, found.line) if part):
+    if where := ", ".join(part for part in (found.run, found.phase, found.module, found.line) if part):
         yield f"    in {where}"

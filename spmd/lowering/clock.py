@@ -36,7 +36,7 @@ class Clock:
         self.tick()
 
     def taken(self, names: Sequence[str]) -> Callable[[], dict[str, float]]:
-        """Let go of the ticks; what is returned waits for the device, and gives seconds by the nodes' names in order."""
+        """Let go of the ticks; what is returned waits for the device, and gives seconds by the nodes' names."""
         ticks, self._ticks[:] = list(self._ticks), []
         return lambda: self._seconds(ticks, names)
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from passes import OutputKind, Program, SpmdError
+from passes import Input, OutputKind, Program, Role, SpmdError
 from passes.analysis.aliases import is_view
+from passes.ir.bundle import run_names
 from passes.ir.collectives import is_collective, is_wait
 from passes.ir.effects import mutates, written
 from passes.ir.saved_program import load_program
@@ -27,7 +29,9 @@ from passes.runtime.arena import reserve, view_at, whole
 
 from .._torch import tree_flatten
 from ..recorder import STATE, parts_of, recorded_calls
-from .runs import run_programs
+from .bundle_lockstep import WatchOf
+from .lockstep import Watch
+from .runs import run_programs, run_stages
 
 _RECEIVED = "received:"
 
@@ -36,7 +40,8 @@ _RECEIVED = "received:"
 class NotFinite:
     """A value with NaN or Inf, the first one on a ``rank``. ``text``: the node; ``count`` of ``of`` elements are such.
 
-    ``kind``: "NaN" or "Inf"; ``operands``: what the node read, each with its range.
+    ``kind``: "NaN" or "Inf"; ``operands``: what the node read, each with its range. ``run``: of a pipeline, the program
+    and the micro-batch, ``forward.1 of 3``.
     """
 
     rank: int
@@ -49,6 +54,7 @@ class NotFinite:
     module: str = ""
     line: str = ""
     operands: tuple[str, ...] = ()
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,12 @@ def replay(folder: Path, rank: int, call: int | None = None) -> Replay:
     watch = _Watch(rank)
     for number in range(first, wanted + 1):
         programs, inputs = zip(*(each.inputs(number) for each in ranks), strict=True)
-        watch.note_inputs(programs[rank])
         try:
-            outputs = run_programs(programs, inputs, watch if number == wanted else None)
+            if programs[rank].stages is None:
+                watch_of = partial(watch, _Run.of(programs[rank], range(len(ranks))))
+                outputs = run_programs(programs, inputs, watch_of if number == wanted else None)
+            else:
+                outputs = run_stages(programs, inputs, watch.of_stages(programs) if number == wanted else None)
         except _FirstFound:
             break
         for each, given, returned in zip(ranks, inputs, outputs, strict=True):
@@ -199,12 +208,31 @@ class _FirstFound(Exception):
     """The rank that is looked at has a value that is not finite."""
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A program that the ranks ``numbers`` run. ``name``: of a pipeline, ``forward.1 of 3``."""
+
+    inputs: Mapping[str, Input]
+    numbers: Sequence[int]
+    name: str = ""
+
+    @classmethod
+    def of(cls, program: Program, numbers: Sequence[int], name: str = "") -> _Run:
+        """That of a program."""
+        pairs = zip(program.placeholders, program.inputs, strict=True)
+        return cls({node.name: declared for node, declared in pairs}, numbers, name)
+
+    def brings(self, node: fx.Node) -> bool:
+        """Whether a node is an input that an earlier program of the call, or run, has computed."""
+        declared = self.inputs.get(node.name) if node.op == "placeholder" else None
+        return declared is not None and (declared.role is Role.PENDING or declared.role.is_of_runs)
+
+
 class _Watch:
     """Looks for the first value that is not finite, on each rank. An Inf that was there, or is a literal, is none."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self.first = rank, dict[int, NotFinite]()
-        self._inputs: dict[str, str] = {}  # what placeholders are
         self._infinite: set[tuple[int, str]] = set()  # values that somebody may have made so on purpose, by rank
         self._ranges: dict[tuple[int, str], str] = {}
 
@@ -213,10 +241,21 @@ class _Watch:
         """The first one on the rank that is looked at."""
         return self.first.get(self._rank)
 
-    def note_inputs(self, program: Program) -> None:
-        """The program that is run next."""
-        pairs = zip(program.placeholders, program.inputs, strict=True)
-        self._inputs = {node.name: f"{declared.role} {declared.name}" for node, declared in pairs}
+    def of_stages(self, programs: Sequence[Program]) -> WatchOf:
+        """What watches the runs of a call of a pipeline."""
+        left = {}
+        for program in programs:
+            order = program.stages.order("step", program.stages.coordinate_of(program))
+            left |= {
+                role: [name for name, each in zip(run_names(order), order, strict=True) if each == role]
+                for role in order
+            }
+
+        def watch_of(role: str, numbers: Sequence[int]) -> Watch:
+            program = programs[numbers[0]].stages.programs[role]
+            return partial(self, _Run.of(program, numbers, left[role].pop(0)))
+
+        return watch_of
 
     def origin(self) -> NotFinite | None:
         """The first one on another rank that sent it, if a collective brought it."""
@@ -224,16 +263,16 @@ class _Watch:
         others = [each for rank, each in self.first.items() if rank != self._rank]
         return others[0] if found is not None and found.text.startswith(_RECEIVED) and others else None
 
-    def __call__(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
+    def __call__(self, run: _Run, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
         if nodes[0].op == "call_function" and (is_collective(nodes[0]) or nodes[0].target is reserve):
             return  # nothing is there yet
-        for rank, (node, value) in enumerate(zip(nodes, values, strict=True)):
+        for rank, node, value in zip(run.numbers, nodes, values, strict=True):
             if rank not in self.first:
-                self._look(rank, node, value)
+                self._look(run, rank, node, value)
         if self._rank in self.first:
             raise _FirstFound
 
-    def _look(self, rank: int, node: fx.Node, value: Any) -> None:
+    def _look(self, run: _Run, rank: int, node: fx.Node, value: Any) -> None:
         tensors = [x for x in tree_flatten(value)[0] if isinstance(x, Tensor) and x.dtype.is_floating_point]
         self._ranges[rank, node.name] = ", ".join(map(_range, tensors))
         nan = sum(int(x.isnan().sum()) for x in tensors)
@@ -241,11 +280,12 @@ class _Watch:
         if not (nan or infinite):
             self._infinite.discard((rank, node.name))
             return
-        if _only_names_memory(node) or (not nan and self._is_meant(rank, node)):
+        if run.brings(node) or _only_names_memory(node) or (not nan and self._is_meant(rank, node)):
             self._infinite.add((rank, node.name))
             return
         kind, count = ("NaN", nan) if nan else ("Inf", infinite)
-        self.first[rank] = self._described(rank, node, kind, count, sum(x.numel() for x in tensors))
+        found = self._described(run, rank, node, kind, count)
+        self.first[rank] = replace(found, of=sum(x.numel() for x in tensors), run=run.name)
 
     def _is_meant(self, rank: int, node: fx.Node) -> bool:
         """Whether an Inf among the operands, or a literal such as that of a mask, explains one in the result."""
@@ -254,17 +294,18 @@ class _Watch:
         from_operand = any((rank, each.name) in self._infinite for each in read)
         return from_operand or not all(map(math.isfinite, literals))
 
-    def _described(self, rank: int, node: fx.Node, kind: str, count: int, of: int) -> NotFinite:
+    def _described(self, run: _Run, rank: int, node: fx.Node, kind: str, count: int) -> NotFinite:
         text, started = f"{node.name} = {name_of(node.target)}({', '.join(map(str, node.args))})", collective_of(node)
         if node.op == "placeholder":
-            text = f"{node.name}: {self._inputs[node.name]}, as it came into the call"
+            declared = run.inputs[node.name]
+            text = f"{node.name}: {declared.role} {declared.name}, as it came into the call"
         elif started is not None:
             text = f"{_RECEIVED} {node.name}, {started.meta['collective'].why or started.name}"
         operands = tuple(
             f"{each.name}: {found}" for each in node.all_input_nodes if (found := self._ranges.get((rank, each.name)))
         )
         phase, module, line = (str(node.meta.get(key, "")) for key in ("phase", "module", "source"))
-        return NotFinite(rank, node.name, text, kind, count, of, phase, module, line, operands)
+        return NotFinite(rank, node.name, text, kind, count, 0, phase, module, line, operands)
 
 
 def _only_names_memory(node: fx.Node) -> bool:

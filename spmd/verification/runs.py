@@ -15,7 +15,7 @@ from passes import OutputKind, Program, Role
 from passes.cleanup.dead_code import DeadCode
 from passes.ir.micro_batches import accumulating, ascend, empty_accumulators, new_accumulators, own_rows, runs_of
 
-from .bundle_lockstep import BundleRank, BundleRun
+from .bundle_lockstep import BundleRank, BundleRun, WatchOf
 from .lockstep import Watch, run_in_lockstep
 from .values import by_name
 
@@ -29,7 +29,11 @@ def run_programs(
     program that is split in two it sees nothing.
     """
     if programs[0].stages is not None:
-        return _run_stages(programs, inputs, watch)
+        seen = _SeenStages(programs)
+        outputs = run_stages(programs, inputs, None if watch is None else seen.of)
+        if watch is not None:
+            seen.show(watch)
+        return outputs
     micro = programs[0].micro_batches
     if micro is None and (watch is None or not programs[0].same_bits):
         return run_in_lockstep(programs, inputs, watch)
@@ -106,7 +110,9 @@ def _run_spread(programs: Sequence[Program], inputs: Sequence[list[Any]]) -> lis
     ]
 
 
-def _run_stages(programs: Sequence[Program], inputs: Sequence[list[Any]], watch: Watch | None) -> list[tuple[Any, ...]]:
+def run_stages(
+    programs: Sequence[Program], inputs: Sequence[list[Any]], watch: WatchOf | None = None
+) -> list[tuple[Any, ...]]:
     """Run the stages of all ranks together; returns what the whole programs would."""
     ranks, given = [], []
     for program, values in zip(programs, inputs, strict=True):
@@ -120,21 +126,29 @@ def _run_stages(programs: Sequence[Program], inputs: Sequence[list[Any]], watch:
         coordinate = program.stages.coordinate_of(program)
         ranks.append(BundleRank(program.stages, coordinate, state))
         given.append({name: value for name, value in named.items() if name not in written})
-    seen: dict[tuple[str, tuple[int, ...]], _Seen] = {}
-    stages = BundleRun(ranks)
-
-    def watch_of(role: str, numbers: Sequence[int]) -> Watch:
-        return seen.setdefault((role, tuple(numbers)), _Seen())
-
-    results = stages.call("step", given, None if watch is None else watch_of)
-    for (_, numbers), of_program in seen.items():
-        assert watch is not None
-        of_program.show(partial(_on_all_ranks, watch, programs, numbers))
+    results = BundleRun(ranks).call("step", given, watch)
     found = [rank.state | returned for rank, returned in zip(ranks, results, strict=True)]
     return [
         tuple(None if out.role is Role.ACCUMULATOR else values[out.name] for out in program.outputs)
         for program, values in zip(programs, found, strict=True)
     ]
+
+
+@dataclass
+class _SeenStages:
+    """What the stages of a pipeline compute in a call, by program and the numbers of the ranks that run it."""
+
+    programs: Sequence[Program]
+    seen: dict[tuple[str, tuple[int, ...]], _Seen] = field(default_factory=dict)
+
+    def of(self, role: str, numbers: Sequence[int]) -> Watch:
+        """What sees the next run of a program."""
+        return self.seen.setdefault((role, tuple(numbers)), _Seen())
+
+    def show(self, watch: Watch) -> None:
+        """Show what each node computed in all runs together."""
+        for (_, numbers), of_program in self.seen.items():
+            of_program.show(partial(_on_all_ranks, watch, self.programs, numbers))
 
 
 def _on_all_ranks(

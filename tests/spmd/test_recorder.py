@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import spmd
@@ -102,6 +103,47 @@ def check_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and json.loads(text)["found"] is None
     assert run("--call", "3") == (2, run("--call", "3")[1]) and "has no call 3: it has 7 to 11" in run("--call", "3")[1]
     assert "has a record of ranks 0 to 1, none of rank 2" in run("--rank", "2")[1]
+
+
+class Divides(nn.Module):
+    """Divides by the norm of each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.abs().sum(-1, keepdim=True)
+
+
+def stages_recorded(rank: int, world: int, folder: Path) -> list[float]:
+    """The losses of two stages, of which the last one divides; the last batch has a row of zeros in micro-batch 2."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), Divides(), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+    optimizer, mesh = torch.optim.Adam(model.parameters()), init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))
+    mode = spmd.DataParallel(mesh=mesh, axes={"stages": "pp"}, micro_batches=4, stages=["2"])
+    compiled = spmd.compile(step, parallel_mode=mode)
+    compiled.record(folder)
+    random, losses = torch.Generator().manual_seed(0), []
+    for call in range(1, 5):
+        x, y = torch.randn(8, 3, generator=random).double(), torch.randn(8, 2, generator=random).double()
+        if call == 4:
+            x[5] = 0
+        losses.append(float(compiled(model, optimizer, x, y)))
+    return losses
+
+
+def test_calls_of_a_pipeline_run_again_up_to_the_first_nan(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses, _ = ranks.run(2, stages_recorded, tmp_path)
+    again = replay(tmp_path, 0, 3)
+    assert (again.found, again.results) == (None, {"result.0": losses[2]})
+    first = replay(tmp_path, 1).found
+    assert first is not None and (first.kind, first.count, first.run) == ("NaN", 4, "forward.1 of 2")
+    assert first.text.startswith("div = div(") and "x / x.abs().sum(-1, keepdim=True)" in first.line
+    there = replay(tmp_path, 0)
+    assert there.found is not None and there.found.run == "backward.0 of 2" and there.origin == first
+    assert there.found.text.startswith("received: wait_tensor")
+    with pytest.raises(SystemExit):
+        main(["replay", str(tmp_path), "--rank", "1"])
+    assert "in forward.1 of 2, forward, model.2, " in capsys.readouterr().out
 
 
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
