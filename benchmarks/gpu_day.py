@@ -10,6 +10,8 @@ steps        ms of a step and of the host in it, device memory, seconds of the f
              of one rank, and ours
 estimates    what a step was estimated to take beside what it took
 offload      a step whose parameters and optimizer state live in the memory of the host
+stages       two stages of a pipeline, as ranks that are simulated, since NCCL takes one rank of a GPU: by each schedule
+             their programs run beside the plain step, and are compared with it
 
 ``--smoke`` runs tiny models on the CPU, where there is no GPU.
 """
@@ -142,6 +144,7 @@ def main() -> int:
             console.save_html(f"{options.out}.html", clear=False)
     parts = [each for each in day.found.values() if isinstance(each, dict)]
     rows = [row for race in day.found.get("steps", {}).values() if isinstance(race, list) for row in race]
+    rows += [row | {"system": "spmd"} for row in day.found.get("stages", []) if isinstance(row, dict)]
     has_failed = any(row["failed"] for row in rows if row["system"].startswith("spmd"))
     return int(has_failed or any(each.get("failed") or each.get("code") for each in parts))
 
@@ -314,7 +317,23 @@ def _offloaded(day: Day, workload: Workload, name: str, policy: spmd.OffloadPoli
     return row
 
 
-PARTS = {"tests": tests, "steps": steps, "estimates": estimates, "offload": offload}
+def stages(day: Day, options: argparse.Namespace, console: Console) -> None:
+    """Verify two ranks of a pipeline."""
+    workload, drawn = SMOKE if day.smoke else WORKLOADS[0], Table("schedule", "", "s", title="stages")
+    schedules: dict[str, dict[str, Any]] = {"1f1b": {}, "gpipe": {}, "zb-h1": {}, "interleaved": {"virtual_stages": 2}}
+    for schedule in [*schedules][: 1 if day.smoke else None]:
+        mode = {"axes": {"stages": "pp"}, "micro_batches": 4, "schedule": schedule, **schedules[schedule]}
+        model, batch = build(workload, day.device), RandomBatches(workload, 1, 0, 1, day.device).draw()
+        step = spmd.compile(train_step, parallel_mode=spmd.DataParallel(**mode))
+        begin = time.perf_counter()
+        verdict = spmd.verify(step, model, AdamW(model.parameters()), *batch, world=2, mesh={"pp": 2})
+        took, failed = time.perf_counter() - begin, "" if verdict else str(verdict)
+        day.found.setdefault("stages", []).append({"schedule": schedule, "seconds": took, "failed": failed})
+        drawn.add_row(schedule, failed or "as the plain step", f"{took:.1f}")
+    console.print(drawn)
+
+
+PARTS = {"tests": tests, "steps": steps, "estimates": estimates, "offload": offload, "stages": stages}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,7 +14,9 @@ sequences    a GPT of 256 x 4, causal, 2 x 2,048 tokens: attention by gathered k
 experts      a Mixtral of 256 x 4 from transformers, 8 experts, top 2, 8 x 128 tokens; and torch's FSDP2, per layer
 stages       a GPT of 256 x 8, 8 micro-batches of 1 x 128 tokens, 1f1b and gpipe; and torch's Schedule1F1B, same cut
              (its peak is counted in its first step, without parameters and optimizer, as ours is planned); and the same
-             tokens by fully_shard
+             tokens by fully_shard. A rank's bubble is the part of the step in which it does not compute: as measured,
+             1 - work / (2 x step), where the work is that of one rank at once with another, as simulated, and as the
+             formula has it, (stages - 1) / (micro-batches + stages - 1)
 """
 
 from __future__ import annotations
@@ -55,11 +57,12 @@ from .peers.models import train_step
 from .peers.network import Network, NoNetworkError, connect
 
 FIRST, RANKS = 3, 2  # steps whose losses are compared
-ALONE, AT_ONCE = "one rank", "one rank, twice at once"
+ALONE, AT_ONCE, TORCH = "one rank", "one rank, twice at once", "torch, Schedule1F1B"
 SEQUENCE: dict[str, Any] = {"axes": {"sequence": "x"}}
 STAGES: dict[str, Any] = {"axes": {"stages": "x"}, "stages": ["blocks.4"], "micro_batches": 8}
 
 Step = Callable[[], float | None]  # one step; returns the loss on ranks that know it
+Planned = Callable[[], tuple[int, float]]  # the peak of values in bytes, and the bubble; 0 where they are not known
 
 
 def gpt(layers: int, width: int, context: int) -> GPT:
@@ -114,7 +117,10 @@ def main() -> None:
         raise SystemExit(str(missing)) from None
     for name, systems in found.items():
         table, one = Table(title=f"{name}, {options.network}"), systems[ALONE]
-        for heading in ("system", "ms/step", "min - max", "speedup", "peak MB of values"):
+        headings = ["system", "ms/step", "min - max", "speedup", "peak MB of values"]
+        bubbles = bubbles_of(systems) if name == "stages" else {}
+        headings += ["bubble: measured", "simulated", "formula"] if bubbles else []
+        for heading in headings:
             table.add_column(heading, justify="left" if heading == "system" else "right")
         for system, figures in systems.items():
             ms, peak = figures["ms"], figures["peak"]
@@ -125,10 +131,22 @@ def main() -> None:
                 f"{min(ms):.0f} - {max(ms):.0f}",
                 f"{work * statistics.median(one['ms']) / statistics.median(ms):.2f}",
                 f"{peak / 1e6:.0f}" if peak else "",
+                *(f"{each:.1%}" if each is not None else "" for each in bubbles.get(system, ())),
             )
         Console(highlight=False).print(table)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
+
+
+def bubbles_of(systems: dict[str, Any]) -> dict[str, tuple[float | None, ...]]:
+    """The bubbles of each pipeline: as measured, as simulated where it is ours, and by the formula."""
+    work, count = statistics.median(systems[AT_ONCE]["ms"]), STAGES["micro_batches"]
+    formula = (RANKS - 1) / (count + RANKS - 1)
+    return {
+        system: (1 - work / (RANKS * statistics.median(figures["ms"])), figures["bubble"] or None, formula)
+        for system, figures in systems.items()
+        if figures["bubble"] or system == TORCH
+    }
 
 
 def parse(given: list[str]) -> argparse.Namespace:
@@ -180,13 +198,14 @@ def run_rank(rank: int, part: str, network: Network, rounds: int, smoke: bool, s
     modes = {name: modes[name] for name in [*modes][:most]}
     systems = steps_of(partial(build, width, tokens), modes, rank, mesh, x, y)
     found: dict[str, Any] = {}
-    for name, (step, peak) in systems.items():
+    for name, (step, planned) in systems.items():
         losses = [step() if rank == 0 or name != ALONE else None for _ in range(FIRST)]
         if name == ALONE:
             dist.broadcast_object_list(losses)
         if name == AT_ONCE:
             losses = [None]  # of later steps than those of one rank
-        found[name] = {"losses": losses, "ms": [], "peak": peak()}
+        peak, bubble = planned()
+        found[name] = {"losses": losses, "ms": [], "peak": peak, "bubble": bubble}
         expected = found[ALONE]["losses"]
         if None not in losses and any(abs(a / b - 1) > 1e-3 for a, b in zip(losses, expected, strict=True)):
             raise AssertionError(f"{name} has losses {losses}, one rank {expected}")
@@ -207,8 +226,8 @@ def run_rank(rank: int, part: str, network: Network, rounds: int, smoke: bool, s
 
 def steps_of(
     build: Callable[[], nn.Module], modes: dict[str, dict[str, Any]], rank: int, mesh: DeviceMesh, x: Tensor, y: Tensor
-) -> dict[str, tuple[Step, Callable[[], int]]]:
-    """A step of each system, and what tells the peak of its values."""
+) -> dict[str, tuple[Step, Planned]]:
+    """A step of each system, and what tells the peak of its values and the bubble."""
     has_stages = "1f1b" in modes
     alone = {"micro_batches": 8} if has_stages else {}
     found = {ALONE: ours(build, x, y, mesh["one"], alone)}
@@ -221,30 +240,31 @@ def steps_of(
         mine = [each.chunk(RANKS)[rank] for each in (x, y)]
         for name, reshard in (("torch, FSDP2", True), ("torch, FSDP2, kept whole", False)):
             torch.manual_seed(0)
-            found[name] = fsdp(build(), mesh["x"], reshard, *mine), lambda: 0
+            found[name] = fsdp(build(), mesh["x"], reshard, *mine), lambda: (0, 0.0)
     if has_stages:
         torch.manual_seed(0)
-        found["torch, Schedule1F1B"] = schedule_1f1b(build(), rank, x, y)
+        found[TORCH] = schedule_1f1b(build(), rank, x, y)
     return found
 
 
 def ours(
     build: Callable[[], nn.Module], x: Tensor, y: Tensor, mesh: DeviceMesh, options: dict[str, Any]
-) -> tuple[Step, Callable[[], int]]:
+) -> tuple[Step, Planned]:
     """A compiled step under a mode."""
     torch.manual_seed(0)
     model = build()
     optimizer = AdamW(model.parameters(), fused=True)
     step = spmd.compile(train_step, parallel_mode=spmd.DataParallel(mesh=mesh, **options))
 
-    def peak() -> int:
+    def planned() -> tuple[int, float]:
         if step.program is None:
-            return 0
-        roles = step.report().memory["cpu"]
+            return 0, 0.0
+        report = step.report()
+        roles = report.memory["cpu"]
         kept = sum(roles.roles[each] for each in ("parameters", "optimizer state"))
-        return roles.peak - kept
+        return roles.peak - kept, report.bubble
 
-    return lambda: float(step(model, optimizer, x, y)), peak
+    return lambda: float(step(model, optimizer, x, y)), planned
 
 
 def fsdp(model: Any, mesh: DeviceMesh, reshard: bool, x: Tensor, y: Tensor) -> Step:
@@ -261,7 +281,7 @@ def fsdp(model: Any, mesh: DeviceMesh, reshard: bool, x: Tensor, y: Tensor) -> S
     return step
 
 
-def schedule_1f1b(model: Any, rank: int, x: Tensor, y: Tensor) -> tuple[Step, Callable[[], int]]:
+def schedule_1f1b(model: Any, rank: int, x: Tensor, y: Tensor) -> tuple[Step, Planned]:
     """The same cut by hand, by torch's own pipeline; the optimizer outside, as it has it."""
 
     def first(tokens: Tensor) -> Tensor:
@@ -289,7 +309,7 @@ def schedule_1f1b(model: Any, rank: int, x: Tensor, y: Tensor) -> tuple[Step, Ca
         optimizer.zero_grad()
         return None if rank == 0 else torch.stack(losses).mean().item()
 
-    return step, lambda: live.peak
+    return step, lambda: (live.peak, 0.0)
 
 
 class _Live(TorchDispatchMode):

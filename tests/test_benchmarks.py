@@ -68,7 +68,8 @@ def test_roles_are_raced_beside_one_rank(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_gpu_day_runs_without_a_gpu(tmp_path: Path) -> None:
-    own = ["--systems", "eager", "spmd", "spmd, CUDA graphs", "--dtypes", "fp32", "--parts", "steps", "estimates"]
+    own = ["--systems", "eager", "spmd", "spmd, CUDA graphs", "--dtypes", "fp32"]
+    own += ["--parts", "steps", "estimates", "stages"]
     run = programs.run(["-m", "benchmarks.gpu_day", "--smoke", "--out", tmp_path / "day", *own])
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "day.json").read_text())
@@ -76,6 +77,7 @@ def test_gpu_day_runs_without_a_gpu(tmp_path: Path) -> None:
     assert [row["system"] for row in rows] == own[1:4] and not any(row["failed"] for row in rows)
     assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
     assert found["estimates"]["smoke fp32"]["estimated"] > 0
+    assert [(row["schedule"], row["failed"]) for row in found["stages"]] == [("1f1b", "")]
     assert "spmd, CUDA graphs" in (tmp_path / "day.html").read_text()
 
 
