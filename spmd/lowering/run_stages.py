@@ -85,7 +85,7 @@ class StageRuns:
     def timed(self, program: Program, commit: Commit, device_type: str) -> TimedStages:
         """The same, which also measures each node of each run."""
         took = list[Seconds]()
-        return TimedStages(self, self.executable.timed(device_type, took), took)
+        return TimedStages(self, self.arenas, self.executable.timed(device_type, took), took)
 
     def _new_accumulators(self) -> dict[str, torch.Tensor]:
         found, micro = dict[str, torch.Tensor](), self.executable.bundle.micro_batches
@@ -107,13 +107,9 @@ class TimedStages:
     """Runs ``stages`` by programs that also measure each node; ``took``: what each run of the last call took."""
 
     stages: StageRuns
+    arenas: Arenas
     executable: BundleExecutable
     took: list[Seconds]
-
-    @property
-    def arenas(self) -> Arenas:
-        """Those of the stages."""
-        return self.stages.arenas
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Run a call."""

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import AxisRole, Input, OutputKind, Program
+from passes import AxisRole, Input, OutputKind, Program, Role
 from passes.ir.bundle import Bundle, InFlight
 from passes.ir.collectives import is_collective, is_message, is_wait
 from passes.ir.inline import inlined
-from passes.ir.program import Placements
+from passes.ir.program import MicroBatches, Placements
 
 from . import symbols
 from .compared_stages import values_after
 from .lockstep import LockstepError
 from .machine import CapturedMachine, Machine
 from .parts_by_rule import PartsByRule, is_part, part
-from .symbolic.sums_of_runs import Run
+from .symbolic.sums_of_runs import Run, Shares
 from .symbolic_collectives import Collectives, Messages
 from .symbolic_ops import Unknown
 from .wholes import part_of
@@ -291,12 +291,21 @@ class Certification:
 
 
 class _BundleCertification:
-    """The ranks at one coordinate go through their programs together, as ``Certification`` has it."""
+    """The ranks at one coordinate go through their programs together, as ``Certification`` has it.
+
+    The k-th run of a program is that of the k-th micro-batch, if there are some: what it adds to a sum has the share of
+    that (``sums_of_runs.py``). ``sums``: of each rank its accumulators, and arguments and results with all rows.
+    """
 
     def __init__(self, captured: Program, ranks: Sequence[tuple[Bundle, int]], call: str) -> None:
         self.captured, self.ranks, self.call = captured, ranks, call
         self.whole, self.messages = CapturedMachine(captured), Messages(axis=ranks[0][0].axis)
         self.after: list[dict[str, tuple[Certification, Machine, Any]]] = [{} for _ in ranks]
+        self.micro, self.sums = ranks[0][0].micro_batches, [dict[str, Tensor]() for _ in ranks]
+        if self.micro is not None:
+            axes = next(iter(ranks[0][0].programs.values())).mesh.axes
+            self.shares = Shares(self.micro.count, len(axes), in_a_tree=False)
+            self.sums = [_no_sums(bundle, call, k, self.micro, self.shares) for bundle, k in ranks]
 
     def run(self) -> Certificate:
         together: dict[int, list[int]] = {}
@@ -318,37 +327,65 @@ class _BundleCertification:
     def _programs(self, coordinate: int, numbers: list[int]) -> Iterator[fx.Node]:
         bundles = [self.ranks[number][0] for number in numbers]
         order, flying, channels = bundles[0].order(self.call, coordinate), list[Any](), [InFlight(b) for b in bundles]
-        for role in order:
-            programs = [bundle.programs[role] for bundle in bundles]
-            certification = Certification(self.captured, programs)
+        for at, role in enumerate(order):
+            programs = [inlined(bundle.programs[role]) for bundle in bundles]
+            run = None if self.micro is None else Run(order[:at].count(role), self.shares)
+            certification = Certification(self.captured, programs, runs=() if run is None else [run] * len(programs))
             certification.whole = self.whole
+            ends = order.count(role) == 1
             inputs = [
-                self._inputs(certification, number, program, held.take(role, order))
+                self._inputs(certification, number, program, held.take(role, order), ends)
                 for number, program, held in zip(numbers, programs, channels, strict=True)
             ]
             yield from certification.steps(inputs, self.messages, flying)
             for k, machine in enumerate(certification.ranks):
                 after = values_after(programs[k], inputs[k], machine.returned)
+                if run is not None:
+                    self._add_up(numbers[k], programs[k], after, run)
                 given = {each.name: after[each.given] for each in bundles[k].channels if each.given in after}
                 channels[k].put(role, after | given)
                 self.after[numbers[k]] |= {name: (certification, machine, value) for name, value in after.items()}
 
     def _inputs(
-        self, certification: Certification, number: int, program: Program, taken: Mapping[str, Any]
+        self, certification: Certification, number: int, program: Program, taken: Mapping[str, Any], ends: bool
     ) -> list[Any]:
+        """``ends``: whether the program runs once, behind all micro-batches, whose sums are complete."""
         before = {name: value for name, (_, _, value) in self.after[number].items()} | dict(taken)
-        wholes = certification.wholes()
-        return [
-            before[each.name] if each.name in before else certification.input_of(each, wholes, program)
+        for name, held in self.sums[number].items():
+            before[name] = self.shares.completed(held, self.whole.symbols) if ends else held.clone()
+        wholes, argument = certification.wholes(), self.micro.whole if self.micro is not None else {}
+        found = [
+            before[each.name]
+            if each.name in before
+            else certification.input_of(replace(each, name=argument.get(each.name, each.name)), wholes, program)
             for each in program.inputs
         ]
+        if self.micro is None:
+            return found
+        for declared, value in zip(program.inputs, found, strict=True):
+            if declared.name in self.micro.split:
+                self.sums[number].setdefault(declared.name, value.clone())
+        return self.micro.of_run(program.inputs, found, certification.runs[0].number)
+
+    def _add_up(self, number: int, program: Program, after: dict[str, Any], run: Run) -> None:
+        """Keep what a run has left in accumulators, and where all rows lie; that is there after it."""
+        assert self.micro is not None, "a bundle that runs micro-batches"
+        for declared in program.inputs:
+            held = self.sums[number].get(declared.name)
+            if held is None:
+                continue
+            if declared.name in self.micro.split:
+                self.micro.of_run([declared], [held], run.number)[0].copy_(after[declared.name])
+            elif declared.name not in self.micro.whole:
+                held = self.sums[number][declared.name] = run.outside(after[declared.name])
+            after[declared.name] = held
 
     def _outputs(self) -> Certificate:
         certification = next(iter(self.after[0].values()))[0]
         expected, found = certification.expected(), list[Certificate]()
         for name, value in expected.items():
             own = [after[name] for after in self.after if name in after]
-            if not own:
+            if not own and value is not certification.wholes().get(name):  # what the step leaves as it is
                 end = certification.final[0].output_node
                 found.append(certification.not_shown("wrong", name, end, "it is no output of any rank"))
             found += [each for of, machine, held in own for each in of.compared(name, value, held, machine)]
@@ -356,6 +393,21 @@ class _BundleCertification:
 
     def _nodes(self) -> int:
         return sum(len(each.graph.nodes) for each in self.ranks[0][0].programs.values())
+
+
+def _no_sums(bundle: Bundle, call: str, coordinate: int, micro: MicroBatches, shares: Shares) -> dict[str, Tensor]:
+    """Accumulators of a rank that are empty, and memory for rows, without a value."""
+    found, all_rows = dict[str, Tensor](), set(micro.whole)
+    for role in dict.fromkeys(bundle.order(call, coordinate)):
+        program = bundle.programs[role]
+        for declared, node in zip(program.inputs, program.placeholders, strict=True):
+            if declared.role is Role.ACCUMULATOR:
+                assert declared.dtype is not None, "an accumulator is a tensor"
+                is_rows = declared.name in all_rows
+                held = torch.full(node.meta["val"].shape, symbols.UNWRITTEN if is_rows else 0, dtype=torch.int64)
+                mark: Any = symbols.mark_of(declared.dtype) | (0 if is_rows else shares.summed)
+                found.setdefault(declared.name, symbols.elements(held, mark))
+    return found | {part: found[rows] for rows, part in micro.whole.items() if rows in found}
 
 
 def _first(found: Sequence[Certificate]) -> Certificate:

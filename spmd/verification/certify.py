@@ -12,7 +12,7 @@ from passes import Mesh, Program
 
 from ..call.rng import random_state_kept
 from ..deferral.pending import calling, finish_pending
-from .certificate import Certificate, Certification, certify_programs
+from .certificate import Certificate, Certification, certify_bundle, certify_programs
 from .certify_runs import RunsCertification
 from .peer import Peer
 from .rank import SimulatedRank
@@ -30,7 +30,7 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
     by ``verify``. Micro-batches are derived run by run: each sum over them has to be that of all parts, once each; with
     ``bits="same"``, in the order of the one tree over all parts. With experts, which rows go to which is drawn at
     random, or what arguments say: it is shown for one such routing; and where a mask hides keys of a split sequence,
-    for the whole numbers of the arguments. How the plain step was captured is not a part of it. Of more than 16 ranks
+    for the whole numbers of the arguments. Of a pipeline, of up to 16 ranks, all programs and messages are derived. How the plain step was captured is not a part of it. Of more than 16 ranks
     the first two and the last along each axis are looked at, up to 1,024 ranks in all.
 
     Raises ``TypeError`` or ``ValueError`` for what cannot be certified, and what compiling the step raises.
@@ -47,19 +47,26 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
             final = [rank.programs.final for rank in ranks]
             numbers = {leaf.name: leaf.value for leaf in plain.given().tensors() if not leaf.value.is_floating_point()}
         _check_runs(final[0])
+        if final[0].stages is not None and len(final) < world:
+            raise ValueError(f"expected at most {MOST} ranks with stages, of which all send to others, got {world}")
+        captured = first.compiled.captured.program
         certification = RunsCertification if final[0].micro_batches is not None else Certification
         with torch.no_grad():
-            return certify_programs(first.compiled.captured.program, final, numbers, certification)
+            if final[0].stages is not None:
+                return certify_bundle(
+                    captured, [(each.stages, each.stages.coordinate_of(each)) for each in final], "step"
+                )
+            return certify_programs(captured, final, numbers, certification)
 
 
 def _check_runs(program: Program) -> None:
-    """Raise ``ValueError`` for parts of the batch that one program computes together, and for those of stages."""
+    """Raise ``ValueError`` for parts of the batch that one program computes together."""
     micro = program.micro_batches
     together = program.same_bits and (micro is None or micro.together > 1)
-    if together or program.stages is not None:
+    if together:
         raise ValueError(
             "expected a step whose micro-batches, or virtual parts, run one after the other on all ranks: certify "
-            "derives neither parts that run together nor stages, use spmd.verify"
+            "derives no parts that run together, use spmd.verify"
         )
 
 

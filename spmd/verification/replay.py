@@ -243,7 +243,7 @@ class _Watch:
 
     def of_stages(self, programs: Sequence[Program]) -> WatchOf:
         """What watches the runs of a call of a pipeline."""
-        left = {}
+        left = dict[str, list[str]]()
         for program in programs:
             order = program.stages.order("step", program.stages.coordinate_of(program))
             left |= {

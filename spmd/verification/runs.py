@@ -29,11 +29,11 @@ def run_programs(
     program that is split in two it sees nothing.
     """
     if programs[0].stages is not None:
-        seen = _SeenStages(programs)
-        outputs = run_stages(programs, inputs, None if watch is None else seen.of)
+        stages = _SeenStages(programs)
+        found = run_stages(programs, inputs, None if watch is None else stages.of)
         if watch is not None:
-            seen.show(watch)
-        return outputs
+            stages.show(watch)
+        return found
     micro = programs[0].micro_batches
     if micro is None and (watch is None or not programs[0].same_bits):
         return run_in_lockstep(programs, inputs, watch)

@@ -43,11 +43,15 @@ class _InFlight:
 
 @dataclass(eq=False)
 class _Message:
-    """A send or a recv of each rank that is looked at, on the machines that started it."""
+    """A send or a recv of each rank that is looked at, on the machines that started it.
+
+    ``sent``: the operands of sends, each with a copy of what it was at the start.
+    """
 
     machines: Sequence[Machine]
     nodes: Sequence[fx.Node]
     results: list[Any]
+    sent: list[tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -115,25 +119,29 @@ class Collectives:
 
     def start_message(self, nodes: Sequence[fx.Node]) -> None:
         """Send what each rank sends, or make place for what it receives."""
-        results = []
+        results, operands = [], list[tuple[Tensor, Tensor]]()
         for machine, node in zip(self.ranks, nodes, strict=True):
             out, val = argument(node, "out"), node.meta["val"]
             result = machine.value(out) if out is not None else machine.unknown(val.shape, val.dtype)
             if kind_of(node) is Kind.SEND:
-                sent = machine.read(argument(node, "x")).clone()
+                sent, lying = machine.read(argument(node, "x")).clone(), machine.value(argument(node, "x"))
+                operands.append((lying, lying.clone()))
                 self._messages.letters[ends_of(machine.program, node)].append((node, sent))
                 self._messages.moves += 1
             else:
                 machine.poison([result])
             machine.keep_result(node, result, out)
             results.append(result)
-        self._under_way.append(_Message(self.ranks, nodes, results))
+        self._under_way.append(_Message(self.ranks, nodes, results, operands))
 
     def end_messages(self, nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
         """Finish the messages that are waited for; yields while one has not come."""
         value = self.ranks[0].env[nodes[0].args[0]]  # type: ignore[index]
         for each in [message for message in self._under_way if message.results[0] is value]:
             self._under_way.remove(each)
+            if not all(torch.equal(*_bits(pair)) for pair in each.sent):
+                first = each.nodes[0]
+                raise LockstepError(f"the operand of {first} is overwritten before it is waited for", first)
             for machine, node, result in zip(each.machines, each.nodes, each.results, strict=True):
                 letters = self._messages.letters[ends_of(machine.program, node)]
                 if kind_of(node) is Kind.SEND:

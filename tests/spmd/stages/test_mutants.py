@@ -18,6 +18,7 @@ from passes import OutputKind, PassError, Program, Role
 from passes.ir.bundle import Bundle, messages_of
 from passes.ir.check_bundle import check_bundle
 from passes.ir.collectives import Kind, is_wait, kind_of
+from spmd.verification.certificate import certify_bundle
 from spmd.verification.lockstep import LockstepError
 from spmd.verification.runs import run_programs
 from tests.harness.fake import fake_world
@@ -48,8 +49,8 @@ def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> tuple[Tensor
 
 
 @pytest.fixture(scope="module")
-def program() -> Program:
-    """The share of rank 0, before any pass."""
+def programs() -> tuple[Program, Program]:
+    """The captured step, and the share of rank 0, before any pass."""
     torch.manual_seed(0)
     model, x = Skips().double(), torch.randn(6, 3).double()
     mode = {"axes": {"stages": "pp"}, "micro_batches": 3, "stages": ["c"]}
@@ -57,8 +58,14 @@ def program() -> Program:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
         compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(mesh=mesh, **mode), passes=())
         compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), x, x)
-        assert compiled.program is not None
-        return compiled.program
+        last: Any = compiled._dispatch.programs.last
+        return last.captured.program, last.program
+
+
+@pytest.fixture(scope="module")
+def program(programs: tuple[Program, Program]) -> Program:
+    """The share of rank 0."""
+    return programs[1]
 
 
 def outcome(program: Program, bundle: Bundle) -> list[Any]:
@@ -253,3 +260,18 @@ def test_mutants_are_caught(program: Program, kind: Callable[[Bundle], Iterator[
     caught = [is_caught(program, expected, mutant) for mutant in kind(program.stages)]
     assert len(caught) >= KINDS[kind]
     assert all(caught), f"{caught.count(False)} of {len(caught)} stay: {caught}"
+
+
+def is_certified(captured: Program, bundle: Bundle) -> bool:
+    with torch.no_grad():
+        return bool(certify_bundle(captured, [(bundle, k) for k in range(2)], "step"))
+
+
+@pytest.mark.parametrize("kind", [dropped_accumulators, lost_norms, swapped_sends, reused_memory])
+def test_mutants_are_not_certified(
+    programs: tuple[Program, Program], kind: Callable[[Bundle], Iterator[Bundle]]
+) -> None:
+    captured, program = programs
+    assert is_certified(captured, program.stages)
+    found = [is_certified(captured, mutant) for mutant in kind(program.stages)]
+    assert len(found) >= KINDS[kind] and not any(found), found
