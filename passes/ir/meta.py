@@ -202,7 +202,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the global shapes and placements of which ranks hold unequal parts; empty if all parts are equal",
         (_PARTITIONER, _REGIONS),
-        (_MERGE_EQUAL, "passes/analysis"),
+        (_MERGE_EQUAL, "passes/analysis", _STAGES),
     ),
     Key(
         "numbers",

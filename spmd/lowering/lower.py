@@ -172,7 +172,6 @@ class Executable:
 
     def timed(self, program: Program, device_type: str) -> Executable:
         """The same, which also measures each node (``Timed.seconds``), a region as one."""
-        assert self.runs is None, "a call is one program, or those of a stage"
         return replace(self, function=self.function.timed(program, self.commit, device_type))
 
     def close(self) -> None:

@@ -30,8 +30,9 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
     by ``verify``. Micro-batches are derived run by run: each sum over them has to be that of all parts, once each; with
     ``bits="same"``, in the order of the one tree over all parts. With experts, which rows go to which is drawn at
     random, or what arguments say: it is shown for one such routing; and where a mask hides keys of a split sequence,
-    for the whole numbers of the arguments. Of a pipeline, of up to 16 ranks, all programs and messages are derived. How the plain step was captured is not a part of it. Of more than 16 ranks
-    the first two and the last along each axis are looked at, up to 1,024 ranks in all.
+    for the whole numbers of the arguments. Of a pipeline, of up to 16 ranks, all programs and messages are derived. How
+    the plain step was captured is not a part of it. Of more than 16 ranks the first two and the last along each axis
+    are looked at, up to 1,024 ranks in all.
 
     Raises ``TypeError`` or ``ValueError`` for what cannot be certified, and what compiling the step raises.
     """

@@ -128,6 +128,15 @@ def test_stages_beside_rows_and_tensors() -> None:
     verified(regress, model, torch.optim.AdamW(model.parameters()), x, y, mesh={"pp": 2, "dp": 2, "tp": 2}, **mode)
 
 
+def test_gradients_are_clipped_where_parts_have_one_element_or_two() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).double()
+    axes = {"stages": "pp", "batch": "dp", "shard": "dp"}
+    x, y = (torch.randn(8, 5).double() for _ in range(2))
+    mode = {"axes": axes, "parallel_style": "fully_shard", "stages": ["2"]}
+    verified(regress, model, torch.optim.SGD(model.parameters(), lr=0.1), x, y, mesh={"pp": 2, "dp": 2}, **mode)
+
+
 def regress(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     loss = F.mse_loss(model(x), y)
     loss.backward()
