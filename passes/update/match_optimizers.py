@@ -86,9 +86,10 @@ class _Matcher:
             for output, value in zip(program.outputs, program.output_values(), strict=True)
             if output.kind is OutputKind.UPDATE and isinstance(value, fx.Node)
         }
-        # A rank may update a part of a parameter that every rank has whole.
+        # A rank may update a part of a parameter that every rank has whole; in a stage also one that another program
+        # reads, of which this one has what that computed.
         self.nodes |= _by_name(program.graph, "part_of")
-        self.new |= _by_name(program.graph, "update_of")
+        self.new |= {name: new for name, new in _by_name(program.graph, "update_of").items() if name in self.nodes}
         self.state: dict[str, list[Input]] = defaultdict(list)
         for declared in self.declared:
             if declared.role is Role.OPTIMIZER_STATE and declared.of is not None and declared.name in self.new:

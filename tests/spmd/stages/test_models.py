@@ -82,6 +82,24 @@ def test_a_weight_that_three_stages_read() -> None:
     verified(translate_one, model, optimizer, *pairs(), mesh={"pp": 3}, stages=["b", "head"])
 
 
+def test_a_shared_weight_of_which_ranks_update_parts_under_a_scaler() -> None:
+    """What stages exchange for it has been read before: the program that updates it has no such input."""
+    torch.manual_seed(0)
+    model, scaler = Tied().double(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer, axes = torch.optim.AdamW(model.parameters(), lr=0.01), {"stages": "pp", "batch": "dp"}
+    mode = {"axes": axes, "shard_optimizer": True, "stages": ["b"]}
+    verified(translate_scaled, model, optimizer, scaler, *pairs(), mesh={"pp": 2, "dp": 2}, **mode)
+
+
+def translate_scaled(model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x).transpose(1, 2), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss
+
+
 def translate_one(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     """The loss has a term of the parameters of all stages, each of which counts once."""
     loss = F.cross_entropy(model(x).transpose(1, 2), y) + 0.1 * sum(p.square().sum() for p in model.parameters())
