@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from passes import CaptureError, Input, Memory, Mesh, OutputKind, PlacementError, Program, Role
 from passes.ir.program import Placements, is_sharded
@@ -22,7 +22,7 @@ from passes.ir.program import Placements, is_sharded
 from .._torch import dtensor_over, local_tensor, set_local_tensor
 from ..call.call import Call
 from ..call.state import Slot, StateRef, local_of
-from ..placements import extent, local_shape
+from ..placements import OnStage, extent, local_shape
 from ..python_state.effects.carried import Carried
 from ..ranks.world import extend_placement
 from .equal_on_ranks import EqualState
@@ -74,7 +74,7 @@ def prepare(call: Call, inputs: Sequence[Input]) -> Prepared:
         live = slot.get()
         if isinstance(live, DTensor):
             has = extend_placement(tuple(live.placements), live.device_mesh, call.device_mesh)
-            if has != placement:
+            if has != placement and has != _on_all_stages(placement):
                 raise PlacementError(
                     f"{slot.input.name} is a DTensor placed as {live.placements}, but the program needs {placement}"
                 )
@@ -88,7 +88,16 @@ def local_storage(live: torch.Tensor, placement: Placements, call: Call) -> torc
         return torch.zeros(local_shape(live.shape, placement, call.mesh), dtype=live.dtype, device=call.device)
     if is_sharded(placement) and not isinstance(live, DTensor):
         return part_of(live.detach(), placement, call.mesh)
-    return local_tensor(live)
+    local = local_tensor(live)
+    stages = [each for each in zip(placement, call.mesh.axes, strict=True) if isinstance(each[0], OnStage)]
+    if local.numel() and any(axis.coordinate not in entry.stages for entry, axis in stages):
+        return local.new_empty(local_shape(live.shape, placement, call.mesh))
+    return local
+
+
+def _on_all_stages(placement: Placements) -> Placements:
+    """Where state that other axes split lies before a step that trains it has given it to its stages."""
+    return tuple(Replicate() if isinstance(entry, OnStage) else entry for entry in placement)
 
 
 def check_memory(program: Program, call: Call, carried: Carried, constants: Sequence[torch.Tensor] = ()) -> None:
@@ -175,7 +184,8 @@ def _split(
 
 def _is_whole(live: torch.Tensor, placement: Placements, call: Call) -> bool:
     """Whether a tensor is to be split over this mesh, and is not yet."""
-    return is_sharded(placement) and not (isinstance(live, DTensor) and live.device_mesh == call.device_mesh)
+    is_here = isinstance(live, DTensor) and live.device_mesh == call.device_mesh
+    return is_sharded(placement) and not (is_here and tuple(live.placements) == placement)
 
 
 def as_dtensor(

@@ -193,10 +193,11 @@ def of_inner_layers(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return h.square().mean()
 
 
-def in_turn(rank: int, world: int, order: str, tied: bool) -> list[float]:
+def in_turn(rank: int, world: int, order: str, tied: bool, style: str) -> list[float]:
     """How far training and evaluation in turn are from the plain steps."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))
-    case, mode = Training("tied" if tied else "masked"), spmd.DataParallel(mesh=mesh, **TWO, stages=["layers.2"])
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp"))
+    options = TWO | {"axes": {"stages": "pp", "batch": "dp"}, "stages": ["layers.2"]}
+    case, mode = Training("tied" if tied else "masked"), spmd.DataParallel(style, mesh=mesh, **options)
     torch.manual_seed(0)
     (model, optimizer), (plain, other) = case.build(), case.build()
     plain.load_state_dict(model.state_dict())
@@ -211,9 +212,11 @@ def in_turn(rank: int, world: int, order: str, tied: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("order", "tied"), [("tet", True), ("ett", False)])
-def test_a_step_that_reads_less_leaves_state_where_it_is(ranks: Ranks, order: str, tied: bool) -> None:
-    for found in ranks.run(2, in_turn, order, tied):
+@pytest.mark.parametrize(
+    ("order", "tied", "style"), [("tet", True, "replicate"), ("ett", False, "replicate"), ("ett", True, "fully_shard")]
+)
+def test_a_step_that_reads_less_leaves_state_where_it_is(ranks: Ranks, order: str, tied: bool, style: str) -> None:
+    for found in ranks.run(2, in_turn, order, tied, style):
         assert max(map(abs, found)) < 1e-12, found
 
 
