@@ -55,7 +55,7 @@ def _messages(body: Body, nodes: Iterable[fx.Node], source: int, target: int) ->
             if not isinstance(node.meta.get("val"), torch.Tensor):
                 raise PartitionError(
                     f"{described(node)} is a number that one stage of a pipeline computes and another one reads: "
-                    "return it as a tensor, or compute it of arguments"
+                    "return it as a tensor, look at it outside of the step, or compute it of arguments"
                 )
             groups.setdefault(node.meta["val"].dtype if isinstance(body, UpdateBody) else node, []).append(node)
     return [Message(tuple(group), source, target, body.placed.agreed) for group in groups.values()]
