@@ -89,8 +89,9 @@ def local_storage(live: torch.Tensor, placement: Placements, call: Call) -> torc
     if is_sharded(placement) and not isinstance(live, DTensor):
         return part_of(live.detach(), placement, call.mesh)
     local = local_tensor(live)
-    stages = [each for each in zip(placement, call.mesh.axes, strict=True) if isinstance(each[0], OnStage)]
-    if local.numel() and any(axis.coordinate not in entry.stages for entry, axis in stages):
+    pairs = zip(placement, call.mesh.axes, strict=True)
+    is_elsewhere = any(isinstance(entry, OnStage) and axis.coordinate not in entry.stages for entry, axis in pairs)
+    if is_elsewhere and local.numel():
         return local.new_empty(local_shape(live.shape, placement, call.mesh))
     return local
 
@@ -184,8 +185,9 @@ def _split(
 
 def _is_whole(live: torch.Tensor, placement: Placements, call: Call) -> bool:
     """Whether a tensor is to be split over this mesh, and is not yet."""
-    is_here = isinstance(live, DTensor) and live.device_mesh == call.device_mesh
-    return is_sharded(placement) and not (is_here and tuple(live.placements) == placement)
+    if isinstance(live, DTensor) and live.device_mesh == call.device_mesh and tuple(live.placements) == placement:
+        return False
+    return is_sharded(placement)
 
 
 def as_dtensor(
