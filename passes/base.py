@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from .ir.program import Program
 
-Numerics = Literal["exact", "reassociates", "approximate"]
+Numerics = Literal["exact", "exact if aligned", "reassociates", "approximate"]
 
 
 class Fact(StrEnum):
@@ -28,8 +28,9 @@ class Pass(ABC):
     Insert and replace nodes by ``ir/edit.py``, which carries their ``meta`` over. Keys that a pass of yours adds to
     ``node.meta`` need a dot in their names (``"mypackage.cost"``); ``ir/meta.py`` has all others.
 
-    - ``numerics``: "exact" (same bits), "reassociates" (the same sums in another order) or "approximate". The history
-      names it where a pass that is not exact made edits.
+    - ``numerics``: "exact" (same bits), "exact if aligned" (values come to begin at other addresses, by which kernels
+      of matrix products round), "reassociates" (the same sums in another order) or "approximate". The history names it
+      where a pass that is not exact made edits.
     - ``after``: pass classes that must come earlier *if they are in the same pipeline*.
     - ``needs``: pass classes without which this one cannot work.
     - ``facts``: what it reads of the program that is not in the graph; without a fact it does less.

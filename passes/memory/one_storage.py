@@ -50,7 +50,7 @@ class OneStorage(Pass):
     Kernels of matrices may add in another order where an operand begins between two of these multiples.
     """
 
-    numerics: ClassVar[Numerics] = "reassociates"
+    numerics: ClassVar[Numerics] = "exact if aligned"
     facts: ClassVar[frozenset[Fact]] = frozenset({Fact.STORAGE})
     after: ClassVar[tuple[type[Pass], ...]] = (FormUnits, BucketAllGather, BucketReduceScatter, BucketAllReduce)
 

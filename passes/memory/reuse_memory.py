@@ -44,7 +44,7 @@ class ReuseMemory(Pass):
     members of a concatenation do unless ``program.same_bits``.
     """
 
-    numerics: ClassVar[Numerics] = "reassociates"
+    numerics: ClassVar[Numerics] = "exact if aligned"
     last: ClassVar[bool] = True
     keeps_order: ClassVar[bool] = True
     after: ClassVar[tuple[type[Pass], ...]] = (UpdateInPlace, Canonicalize, FoldLayoutCopies)

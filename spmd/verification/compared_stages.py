@@ -11,6 +11,7 @@ from torch import Tensor
 
 import passes
 from passes import Pass, Program
+from passes.base import Numerics
 from passes.ir.numbers import pack
 
 from .._torch import DisableAutocast
@@ -19,6 +20,8 @@ from ..override import Override
 from .lockstep import Watch
 from .runs import run_programs
 from .values import Values, by_name
+
+_SAME_BITS: tuple[Numerics, ...] = ("exact", "exact if aligned")  # of what passes promise, where products are aligned
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def stages_of(programs: Sequence[RankPrograms], pipeline: Sequence[Pass], option
         now = [of_rank.after[k] for of_rank in programs]
         if any(program is not None for program in now):
             before = [program or last for program, last in zip(now, before, strict=True)]
-            found.append(Stage(type(each).__name__, before, exact=each.numerics == "exact"))
+            found.append(Stage(type(each).__name__, before, exact=each.numerics in _SAME_BITS))
     if options.gm_transformation is not None and options.program is None:
         found.append(Stage("gm_transformation", [each.final for each in programs]))
     if options.program is not None:

@@ -4,6 +4,9 @@ A result is not there before it is waited for, and operands are read as late as 
 missing wait and memory that is written too early show in the numbers. Memory that ranks publish to each other has to
 keep its values until all ranks are known to have read it.
 
+Kernels of matrix products round by where operands begin, so these compute on copies at aligned addresses: a pass that
+only moves values shows no other bits. Values of a program with ``same_bits`` are aligned, and read where they are.
+
 Ranks that run one program step together. Those of another program of a bundle do so by themselves, and what crosses
 from one to the other, a message or a collective of both, is in ``Crossing``; a wait yields until it is there.
 """
@@ -35,13 +38,16 @@ from passes.ir.collectives import (
     peer_of,
 )
 from passes.ir.inline import inlined
+from passes.ir.ops import Trait, has
 from passes.ir.schemas import argument, schema
+from passes.runtime.arena import aligned
 from passes.runtime.collective_ops import bounds
 
-from .._torch import DisableAutocast, storage_id
+from .._torch import DisableAutocast, OpOverload, storage_id
 from .collective_semantics import COPIES_FIRST, SEMANTICS
 from .poison import poison, poisoned, share_memory, tensors_of
 
+_OF_ELEMENTS = (Trait.VIEW, Trait.UNDECLARED_VIEW, Trait.POINTWISE, Trait.MUTABLE, Trait.COPIES, Trait.READS_MEMORY)
 Watch = Callable[[Sequence[fx.Node], Sequence[Any]], None]  # the node of each rank, and its value there
 
 
@@ -366,10 +372,24 @@ class _Rank(fx.Interpreter):
     def __init__(self, program: Program, inputs: Sequence[Any]) -> None:
         super().__init__(program.graph_module)
         self.args_iter = iter(inputs)
+        self._aligns = not program.same_bits
 
     def value(self, node: fx.Node) -> Any:
         """The value of a node; of the output node, what the graph returns."""
-        return self.run_node(node)
+        return self._aligned(node) if self._aligns and _rounds_by_address(node) else self.run_node(node)
+
+    def _aligned(self, node: fx.Node) -> Any:
+        """What an op computes of operands, and into memory, that begin at aligned addresses."""
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        outs = [kwargs[each.name] for each in schema(node.target).arguments if each.written]
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda x: aligned(x) if isinstance(x, Tensor) else x)
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        if not outs:
+            return result
+        for out, written in zip(outs, tensors_of(result), strict=True):
+            if out is not written:
+                out.copy_(written)
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:
         """The values of a node's arguments, by the names of the op's schema."""
@@ -423,6 +443,12 @@ class Published:
                     "values until they have",
                     node,
                 )
+
+
+def _rounds_by_address(node: fx.Node) -> bool:
+    """Whether a kernel may round by where its operands begin: that of a matrix product, or what may be one."""
+    is_aten = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+    return is_aten and not has(node.meta.get("computes", node.target), *_OF_ELEMENTS)
 
 
 def groups_of(programs: Sequence[Program], group: str, node: fx.Node) -> Iterator[list[int]]:

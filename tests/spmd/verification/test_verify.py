@@ -306,6 +306,42 @@ def test_a_mistake_before_or_behind_what_enlarges_rounding_is_found(step: Any, m
     assert not verdict and verdict.stage == mistake.__name__, verdict
 
 
+def nudge(program: passes.Program) -> None:
+    """Change last bits, as no memory does that values are put into."""
+    (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+    with program.graph.inserting_before(node):
+        nudged = program.graph.call_function(torch.ops.aten.mul.Tensor, (node.args[0], 1 + 1e-15))
+    nudged.meta |= node.args[0].meta
+    node.update_arg(0, nudged)
+
+
+class NudgingStorage(passes.OneStorage):
+    def rewrite(self, program: passes.Program) -> int:
+        nudge(program)
+        return 1 + super().rewrite(program)
+
+
+class NudgingMemory(passes.ReuseMemory):
+    def rewrite(self, program: passes.Program) -> int:
+        nudge(program)
+        return 1 + super().rewrite(program)
+
+
+@pytest.mark.parametrize("bits", [None, "same"])
+@pytest.mark.parametrize("kind", [NudgingStorage, NudgingMemory])
+def test_what_only_moves_values_keeps_their_bits(kind: type[passes.Pass], bits: Any) -> None:
+    """Widths are odd, so that operands of products begin anywhere: kernels round by that, and ``verify`` does not."""
+    layers = [nn.Linear(37, 11), nn.Linear(11, 37, bias=False), nn.Linear(37, 67), nn.Tanh(), nn.Linear(67, 3)]
+    model, mode = nn.Sequential(*layers).double(), spmd.DataParallel(bits=bits)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given = model, optimizer, torch.randn(48, 37).double(), torch.randn(48, 3).double()
+    verdict = spmd.verify(spmd.compile(train_step, parallel_mode=mode), *given, world=2, steps=1)
+    assert verdict, verdict
+    wrong = tuple(kind() if issubclass(kind, type(each)) else each for each in passes.default())
+    verdict = spmd.verify(spmd.compile(train_step, parallel_mode=mode, passes=wrong), *given, world=2, steps=1)
+    assert not verdict and verdict.stage == kind.__name__ and "is exact" in verdict.says, verdict
+
+
 def dropped_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
     return train_step(lambda x: F.dropout(model(x), 0.5), optimizer, x, y)  # type: ignore[arg-type]
 
