@@ -716,6 +716,25 @@ def has_registered_classes(cls: type) -> bool:
     return "_abc_registry: set()" not in text.getvalue()
 
 
+def hosts_that_came(timed_out: BaseException) -> tuple[list[str], int, float] | None:
+    """Of a rendezvous of torchrun's that timed out: the hosts that have joined, how many it needs, and the seconds.
+
+    None if the error is another one. The state of a rendezvous is private; seen in 2.11 to 2.13.
+    """
+    from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    traceback = timed_out.__traceback__ if isinstance(timed_out, RendezvousTimeoutError) else None
+    while traceback is not None:
+        handler = traceback.tb_frame.f_locals.get("self")
+        if isinstance(handler, DynamicRendezvousHandler):
+            joined = {handler._this_node, *handler._state_holder.state.participants}  # this one has left again
+            settings = handler.settings
+            return sorted(each.addr for each in joined), settings.min_nodes, settings.timeout.join.total_seconds()
+        traceback = traceback.tb_next
+    return None
+
+
 # Names of torch's that other files import from here; what is defined above needs no list.
 __all__ = [
     "BatchNorm",

@@ -9,13 +9,15 @@ from pathlib import Path
 from types import TracebackType
 
 FOLDER = "SPMD_RUN_FOLDER"  # the environment variable that names a folder of the ranks of this host
-FAILED, FOLLOWED, ENDED = "failed", "followed", "ended"  # files in it, each with the number of a start or a rank
+FAILED, FOLLOWED, ENDED = "failed", "followed", "ended"  # files in it, each with the number of a start or a local rank
 
 
 def main() -> None:
     """Run ``file SCRIPT ARGUMENTS`` or ``module NAME ARGUMENTS``."""
     _, kind, script, *arguments = sys.argv
     sys.argv = [script, *arguments]
+    for name in (FOLLOWED, ENDED):  # of an earlier start
+        _own_file(name).unlink(missing_ok=True)
     try:
         if kind == "module":
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -30,13 +32,13 @@ def main() -> None:
     except BaseException as error:
         _fail(error)
         raise SystemExit(1) from None
-    _file(ENDED, _rank()).touch()
+    _own_file(ENDED).touch()
 
 
 def _exit_code(end: SystemExit) -> int:
     """The exit code of a script that has called ``sys.exit``; a message is printed by the first rank only."""
     if not end.code:
-        _file(ENDED, _rank()).touch()
+        _own_file(ENDED).touch()
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
     if _is_first():
@@ -48,7 +50,7 @@ def _fail(error: BaseException) -> None:
     """Print an error by the script's own hook, if this rank is the first; leave one that follows it in a file."""
     errors = sys.modules.get("passes.errors")
     if errors is not None and isinstance(error, errors.RankFailedError):
-        _file(FOLLOWED, _rank()).write_text(f"{type(error).__name__}: {error}")
+        _own_file(FOLLOWED).write_text(f"{type(error).__name__}: {error}")
     elif _is_first():
         error.add_note(f"on rank {_rank()} of {os.environ['WORLD_SIZE']}")
         error = error.with_traceback(_in_script(error.__traceback__))
@@ -70,6 +72,10 @@ def _is_first() -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def _own_file(name: str) -> Path:
+    return _file(name, os.environ["LOCAL_RANK"])
 
 
 def _file(name: str, number: str) -> Path:

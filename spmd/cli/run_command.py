@@ -101,6 +101,7 @@ def _gpus() -> int:
 def _run_torchrun(options: list[str], folder: Path) -> int:
     import logging
 
+    from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -108,6 +109,7 @@ def _run_torchrun(options: list[str], folder: Path) -> int:
 
     parsed = torchrun.parse_args(options)
     count = torchrun.determine_local_world_size(parsed.nproc_per_node)
+    last = folder / f"{FAILED}-{parsed.max_restarts}"  # there if a rank of the last start has printed why it failed
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(_cores() // count, _MOST_THREADS))))
     logging.disable()  # in this process alone; the ranks log for themselves
     try:
@@ -118,11 +120,12 @@ def _run_torchrun(options: list[str], folder: Path) -> int:
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        _explain(rank, failure.exitcode, folder)
+        if not last.exists():
+            _explain(rank, failure.exitcode, folder)
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    except RendezvousError as lost:  # such as where the host that has torchrun's store has failed and ended
-        if not any(folder.glob(f"{FAILED}-*")):
-            print(_lost(lost, parsed.rdzv_endpoint), file=sys.stderr)
+    except (RendezvousError, DistError) as lost:  # such as where the host that has torchrun's store has ended
+        if not last.exists():
+            print(_lost(lost, torchrun.get_rdzv_endpoint(parsed)), file=sys.stderr)
         return 1
     return 0
 
@@ -132,18 +135,26 @@ def _cores() -> int:
 
 
 def _lost(error: Exception, endpoint: str) -> str:
+    from .._torch import hosts_that_came
+
+    found = hosts_that_came(error)
+    if found is not None:
+        came, count, seconds = found
+        return (
+            f"spmd run: expected {count} hosts at {endpoint}, {len(came)} came within {seconds:g} s: {' '.join(came)}; "
+            "start the same command on the others, where --rdzv-endpoint and --rdzv-id are the same (--rdzv-conf "
+            "join_timeout=SECONDS waits for longer)"
+        )
     reason = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__  # some have no text
     return (
-        f"spmd run: no connection to the other hosts at {endpoint} ({reason}); if a rank of another host has failed, "
-        "that host prints why"
+        f"spmd run: no connection to the other hosts at {endpoint} ({reason}); start the same command on those that do "
+        "not run it; if a rank of another host has failed, that host prints why"
     )
 
 
 def _explain(rank: int, exit_code: int, folder: Path) -> None:
-    """Print why a rank failed, where no rank of this host has: it was killed, or follows one of another host."""
+    """Print why a rank failed, where no rank of this host did: it was killed, or follows one of another host."""
     followed = sorted(folder.glob(f"{FOLLOWED}-*"))
-    if any(folder.glob(f"{FAILED}-*")):
-        return
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         print(f"spmd run: rank {rank} was killed by signal {-exit_code} ({name})", file=sys.stderr)

@@ -42,8 +42,10 @@ if how == "message":
     sys.exit("nothing to train")
 if how == "killed" and rank == "0":
     os.kill(os.getpid(), 9)
-if how == "again" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+if how in ("again", "again, other") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     raise ValueError("bad start")
+if how == "again, other":
+    os._exit(3)
 if how in ("one", "killed", "wait"):
     time.sleep(60)
 """
@@ -91,6 +93,30 @@ def test_ranks_that_start_again(script: Path) -> None:
     done = launched("-n", 2, "--max-restarts", 1, script, "again")
     assert done.returncode == 0 and done.stderr.count("ValueError: bad start") == 1
     assert len(done.stdout.splitlines()) in (3, 4)  # torchrun may end a rank before it has printed
+
+
+@pytest.mark.processes
+def test_the_last_start_has_a_reason_too(script: Path) -> None:
+    done = launched("-n", 1, "--max-restarts", 1, script, "again, other")
+    assert done.returncode == 3 and done.stderr.count("ValueError: bad start") == 1
+    assert done.stderr.endswith("spmd run: rank 0 ended with exit code 3\n"), done.stderr
+
+
+@pytest.mark.processes
+def test_hosts_that_never_come(script: Path) -> None:
+    """The host that is there is named; without a rendezvous, torch counts those that have joined."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    hosts = "-n", 1, "--nnodes", 2, "--local-addr", "node7"
+    found = launched(*hosts, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "join_timeout=1", script, "well")
+    assert found.returncode == 1 and found.stderr.startswith(
+        f"spmd run: expected 2 hosts at localhost:{port}, 1 came within 1 s: node7; start the same command on the other"
+    ), found.stderr
+    by_address = "--node-rank", 0, "--master-addr", "localhost", "--master-port", port, "--rdzv-conf", "timeout=1"
+    found = launched(*hosts, *by_address, script, "well")
+    assert found.returncode == 1 and "clients. 1/2 clients joined.); start the same command" in found.stderr
+    assert len(found.stderr.splitlines()) == 1, found.stderr
 
 
 def wait_until_bound(endpoint: str) -> None:
