@@ -80,10 +80,10 @@ def _hinted_runs(chosen: Sequence[Option], hint: Placements | None, mesh: Mesh) 
 
 
 def _has_rows(value: Value, call: OpCall, runs: Interleaved | None) -> bool:
-    """Whether a value has as many rows as the (first) result, where that is split."""
+    """Whether a value has as many rows as the (first) result, where that is split, or is one number for all."""
     result = call.results[0]
     if runs is None or result is None or runs.dim >= len(value.shape):
-        return False
+        return runs is not None and not value.shape
     return value.shape[runs.dim] == result.shape[runs.dim]
 
 

@@ -14,7 +14,7 @@ from math import prod
 from torch.distributed.tensor import Shard
 
 from ..placements import Mirrored, same_rows
-from .base import Info, OpCall, Option
+from .base import Info, OpCall, Option, R
 from .einsum_labels import PARTIALS, WHOLE, Dims, grows, letters, option, options, partial, wrap
 from .optional_ops import aten
 from .registry import rule
@@ -142,13 +142,17 @@ def part_sizes(size: int, parts: int) -> set[int]:
 
 @rule(*aten("expand", "expand_copy"))
 def expand(call: OpCall) -> list[Option]:
-    """All dims of the result; of a new or expanded dim, each rank creates its own part."""
+    """All dims of the result; of a new or expanded dim, each rank creates its own part.
+
+    Of one number, also in runs of rows: those in which the result should lie.
+    """
     source, result = call.arg("self"), call.results[0]
     assert isinstance(source, Info) and result is not None
     new = letters(result.ndim)
     old = new[result.ndim - source.ndim :]
     moves = () if grows(call, ("self",)) else ("self",)
-    return options(call, Dims({"self": old}, new, broadcast=True, moves=moves))
+    hinted = [] if source.ndim else [Option((R,), (runs,)) for held in call.interleaved for runs in held]
+    return options(call, Dims({"self": old}, new, broadcast=True, moves=moves)) + hinted
 
 
 @rule(*aten("view_as_real", "view_as_real_copy"))
