@@ -319,11 +319,20 @@ def refusal(budget: int, least: int) -> str:
     """The sentence for a budget below the ``least`` that a step runs with."""
     return (
         f"expected memory= to be at least {rounded_up(least)} per rank, with which this step runs, "
-        f"got {rounded_up(budget)}: pass a smaller batch, run it as micro-batches, or split state over more ranks"
+        f"got {rounded_down(budget)}: pass a smaller batch, run it as micro-batches, or split state over more ranks"
     )
 
 
 def rounded_up(size: int) -> str:
     """Bytes for people, as ``memory=`` takes them: rounded up, so that a budget of that text is enough."""
+    return _rounded(size, math.ceil)
+
+
+def rounded_down(size: int) -> str:
+    """Bytes for people, of a budget that is too small: it does not read as the least that is enough."""
+    return _rounded(size, math.floor)
+
+
+def _rounded(size: int, whole: Callable[[float], int]) -> str:
     unit, name = (1e6, "MB") if size >= 1e6 else (1e3, "KB")
-    return f"{math.ceil(100 * size / unit) / 100:.2f} {name}"
+    return f"{whole(100 * size / unit) / 100:.2f} {name}"

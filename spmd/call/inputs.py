@@ -76,8 +76,8 @@ def place_inputs(
                 f"{leaf.name}.to_local(), and say how it is placed, as inputs={{'{leaf.name}': Shard(0)}} does"
             )
     silent = [leaf for leaf in tensors if leaf.name not in named and leaf.value.ndim > 0]
-    _check_sizes([(leaf.name, leaf.value) for leaf in silent], batch_dim)
     placed, rows_over = [], mesh.axes_with(AxisRole.BATCH)
+    _check_sizes([(leaf.name, leaf.value) for leaf in silent], batch_dim, bool(rows_over) or not mesh.axes)
     for leaf in tensors:
         if leaf.name in named:
             placement = normalize(named[leaf.name], mesh, leaf.name)
@@ -104,7 +104,7 @@ def _by_tensor(named: Mapping[str, Any], tensors: list[str]) -> dict[str, Any]:
     return {tensor: named[max(names, key=len)] for tensor, names in fitting.items() if names}
 
 
-def _check_sizes(tensors: list[tuple[str, torch.Tensor]], dim: int) -> None:
+def _check_sizes(tensors: list[tuple[str, torch.Tensor]], dim: int, are_split: bool) -> None:
     short = [name for name, tensor in tensors if not -tensor.ndim <= dim < tensor.ndim]
     sizes = {name: tensor.shape[dim] for name, tensor in tensors if name not in short}
     if short or len(set(sizes.values())) > 1:
@@ -114,9 +114,10 @@ def _check_sizes(tensors: list[tuple[str, torch.Tensor]], dim: int) -> None:
             listed[_LISTED:] = [f"and {len(listed) - _LISTED} more"]
         shared = _shared(sizes)
         rows = next((name for name, _ in tensors if name.split(".")[0] != shared), tensors[0][0])
+        split = f"'{rows}': Shard({dim}), " if are_split else ""
         raise PlacementError(
             f"the tensor arguments must agree in size along the batch dim {dim}, but {', '.join(listed)}. "
-            f"Say what they are with inputs={{'{rows}': Shard({dim}), '{shared}': Replicate()}}"
+            f"Say what they are with inputs={{{split}'{shared}': Replicate()}}"
         )
 
 

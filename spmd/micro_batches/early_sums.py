@@ -118,9 +118,9 @@ def _check_given(program: Program, value: fx.Node, wait: fx.Node) -> None:
     if needs := _needed(program, value):
         raise PartitionError(
             f"{described(wait)} is a sum over the whole batch that each micro-batch needs, and it follows from "
-            f"{needs}: it is known only when all have run. Keep the batch whole (micro_batches=1), use what looks at "
-            "each row by itself (LayerNorm or GroupNorm instead of BatchNorm), or, with micro_batches=, let each have "
-            'sums of its own (statistics="per_micro_batch")'
+            f"{needs}: it is known only when all have run. Keep the batch whole (micro_batches=1); with "
+            'micro_batches=, let each have sums of its own (statistics="per_micro_batch"); or look at each row by '
+            "itself, as LayerNorm does, and BatchNorm does not"
         )
 
 

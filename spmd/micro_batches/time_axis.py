@@ -192,9 +192,10 @@ def _rows(program: Program, plan: Plan, count: int) -> dict[str, int]:
             (found[each.name],) = dims
             _check_even(each, found[each.name], program)
     if not found:
+        advice = "" if over else ", and leave it out of inputs=, whose arguments are whole in each micro-batch"
         raise PartitionError(
             f"expected an argument with rows of the batch, which micro_batches={count} divides, but {program.name} has "
-            "none: pass the batch as an argument of the step"
+            f"none: pass the batch as an argument of the step{advice}"
         )
     return found
 

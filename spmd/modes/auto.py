@@ -16,7 +16,7 @@ import passes
 from passes import MemoryBudgetError, PassError, Program, Table
 from passes.analysis.collective_algorithms import BUILT_IN
 from passes.default_passes import with_micro_batches
-from passes.fit_memory import rounded_up
+from passes.fit_memory import rounded_down, rounded_up
 from passes.memory.peak_memory import planned_memory
 from passes.schedule.node_costs import device_of
 
@@ -136,7 +136,7 @@ class Auto(DataParallel):
             least = min(made, key=lambda each: each.peak)
             raise MemoryBudgetError(
                 f"expected memory= to be at least {rounded_up(least.peak)} per rank, with which {least.style} runs, "
-                f"got {rounded_up(self.memory or 0)}: pass a smaller batch, micro_batches=, or more ranks"
+                f"got {rounded_down(self.memory or 0)}: pass a smaller batch, micro_batches=, or more ranks"
             )
         chosen = min(fitting, key=lambda each: each.seconds)
         why = "the fastest by estimate" if len(fitting) == len(made) else "the fastest by estimate of those that fit"

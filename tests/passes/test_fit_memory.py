@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from passes import MemoryBudgetError, PassError, Phase, Program, Recompute, Role, default, estimate, fit_memory, run
-from passes.fit_memory import Fitted, fit
+from passes.fit_memory import Fitted, fit, refusal
 from passes.memory.peak_memory import planned_memory
 from passes.schedule.gpus import published
 from passes.schedule.happens_before import check_streams
@@ -97,6 +97,10 @@ def test_the_least_budget_that_is_named_fits_and_less_does_not(program: Program)
     assert fit(program, default(), least, alone).peak <= least
     with pytest.raises(MemoryBudgetError):
         fit(program, default(), least - 20_000, alone)  # the sentence rounds up to 10 kB
+
+
+def test_what_is_too_little_does_not_read_as_enough() -> None:
+    assert "at least 1.01 MB per rank, with which this step runs, got 1.00 MB" in refusal(1_004_000, 1_005_000)
 
 
 def test_few_of_the_candidates_are_made(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:

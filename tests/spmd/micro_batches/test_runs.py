@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 import spmd
@@ -111,6 +112,20 @@ def test_arguments_with_other_numbers_of_rows() -> None:
         torch.testing.assert_close(*both(squares, call(length), 4, inputs={"w": Shard(0)}))
     with pytest.raises(spmd.PartitionError, match="w has other rows than the rest, 5 on each rank"):
         both(squares, call(5), 4, inputs={"w": Shard(0)})
+
+
+def test_without_an_axis_of_the_batch_advice_names_what_is_whole() -> None:
+    def scales(model: nn.Module, x: Tensor, w: Tensor) -> Tensor:
+        return (model(x) * w).square().mean()
+
+    spmd.world("cpu")
+    tensor = {"mesh": init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), "axes": {"tensor": "tp"}}
+    call = rows(12)[0], rows(1)[1][0]
+    torch.testing.assert_close(*both(scales, [call], inputs={"w": Replicate()}, **tensor))
+    with pytest.raises(spmd.PlacementError, match=r"inputs=\{'a_table_all_ranks_share': Replicate\(\)\}"):
+        both(scales, [call], **tensor)
+    with pytest.raises(spmd.PartitionError, match="and leave it out of inputs="):
+        both(scales, [call], inputs={"x": Shard(0), "w": Replicate()}, **tensor)
 
 
 @pytest.mark.parametrize(
