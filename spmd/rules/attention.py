@@ -21,7 +21,7 @@ from .einsum_labels import EQUAL, WHOLE, Dims, aligned, arguments, option, optio
 from .optional_ops import aten
 from .registry import rule
 from .sequences import gathered_keys, ring
-from .sequences.kernels import MASKS, ON_CPU, finds_gradient_of_mask
+from .sequences.kernels import MASKS, ON_CPU, band_of, finds_gradient_of_mask
 
 HEADS, QUERIES = "bh..", "bht."
 Form = Literal["gather", "ring", "heads"]
@@ -121,23 +121,28 @@ _PARTS = (S(2), Mirrored(2, 1))  # of queries, whose places in the whole the pro
 
 
 def _in_a_ring(call: OpCall, found: list[Option], local: Local, sends: Sends) -> list[Option]:
-    """For options that gather keys, those that pass them around; none with a mask that has a gradient."""
+    """For options that gather keys, those that pass them around; none with a mask that has a gradient.
+
+    Where no place in a sequence matters, keys may have other places, or another length, than queries.
+    """
     rows = call.arg("key").shape[2]
     if finds_gradient_of_mask(call) or not call.fills(rows) or not ring.reads_masks(call):
         return []
-    parts = _PARTS if rows == call.arg("query").shape[2] else _PARTS[:1]
+    parts = _PARTS if rows == call.arg("query").shape[2] or band_of(call) is None else _PARTS[:1]
     split = [o.results[0] for o in found if o.name == GATHER and o.results[0] in parts]
-    given = {name: value for name, value in arguments(call) if isinstance(value, Info)}
-    made = [
-        option(
-            call,
-            {name: _with_rows(x, placed, name in MASKS) for name, x in given.items()},
-            [_with_rows(x, placed) for x in call.results],
-        )
-        for placed in split
-        if isinstance(placed, Shard)
-    ]
+    made = [_passing(call, placed, placed if rows % (2 * call.size) == 0 else S(2)) for placed in split]
     return [replace(each, local=local, sends=sends, name=RING) for each in made]
+
+
+def _passing(call: OpCall, queries: Any, keys: Any) -> Option:
+    """The option with rows of queries, and of keys, in these placements."""
+    given = {name: value for name, value in arguments(call) if isinstance(value, Info)}
+    of_keys = (1, 2) if call.target in BACKWARD else ()
+    return option(
+        call,
+        {name: _with_rows(x, keys if name in ("key", "value") else queries, name in MASKS) for name, x in given.items()},
+        [_with_rows(x, keys if k in of_keys else queries) for k, x in enumerate(call.results)],
+    )
 
 
 def _with_rows(info: Info | None, placed: Shard, is_mask: bool = False) -> Placement:
