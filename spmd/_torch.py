@@ -704,6 +704,14 @@ def inductor_settings() -> list[str]:
     return sorted(f"{name} = {value!r}" for name, value in found.items() if value != config._config[name].default)
 
 
+def inductor_passes() -> dict[str, Any]:
+    """The passes of users' in Inductor, by the names of the settings, of which the dict of all has none. 2.11 to 2.13."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    names = [] if config is None else [name for name in config._config if "custom" in name and "pass" in name]
+    found = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def has_registered_classes(cls: type) -> bool:
     """Whether others were registered with an abstract class: Python's, not torch's, and seen in 3.11 to 3.13.
 

@@ -19,17 +19,19 @@ from typing import Any
 
 from passes.measured import IslandTime
 
-from .._torch import inductor_settings
+from .._torch import inductor_passes, inductor_settings
 from ..lowering.island_call import CompiledIsland
 from ..lowering.island_code import IslandCode
 from ..lowering.island_library import IslandLibrary
 from ..lowering.islands import CompiledIslands, Kernels, MadeIsland
+from .code_digests import code_digest
 from .not_cached import NotCachedError
 from .packed import as_bytes
 
 _DATA, _TEXT = "kernels.json", "kernels.cpp"
 _CPU_FACTS = Path("/proc/cpuinfo")
 _OF_CPU = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")  # the last two: of ARM
+_OF_COMPILERS = ("COMPILER_PATH", "CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH", "GCC_EXEC_PREFIX", "LIBRARY_PATH")
 
 
 def kernels_to_files(kernels: Kernels) -> dict[str, bytes]:
@@ -85,7 +87,17 @@ def surroundings_of_kernels() -> list[Any]:
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     settings = [each for each in sorted(os.environ.items()) if each[0].startswith("TORCHINDUCTOR_")]
     settings = [(name, value) for name, value in settings if name != "TORCHINDUCTOR_CACHE_DIR"]  # torch sets it
-    return [_processor(_CPU_FACTS), compiler, _file(shutil.which(compiler)), settings, inductor_settings()]
+    settings += [(name, os.environ[name]) for name in _OF_COMPILERS if name in os.environ]
+    edits = [[name, _described(each)] for name, each in sorted(inductor_passes().items())]
+    return [_processor(_CPU_FACTS), compiler, _file(shutil.which(compiler)), settings, inductor_settings(), edits]
+
+
+def _described(custom: Any) -> str:
+    """A pass of a user's in Inductor: what it says that it is, or the digest of its code."""
+    if hasattr(custom, "uuid"):
+        return str(custom.uuid())
+    call = custom if hasattr(custom, "__code__") else type(custom).__call__
+    return code_digest(call.__code__) if hasattr(call, "__code__") else repr(custom)
 
 
 @cache

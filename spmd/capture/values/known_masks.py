@@ -1,4 +1,4 @@
-"""Selections by masks whose values are known while tracing, and counts into a known number of classes.
+"""Selections by masks whose values are known while tracing, their unique values, and counts into known classes.
 
 ``s[~torch.eye(n, dtype=torch.bool)]`` has a shape that depends on values, but here they follow from no input: the
 positions become constants of the program.
@@ -6,6 +6,7 @@ positions become constants of the program.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from .known_values import known_value
 
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
+_UNIQUE = (
+    *(aten._unique2.default, aten.unique_consecutive.default),
+    *(aten.unique_dim.default, aten.unique_dim_consecutive.default),
+)
 
 
 def known_mask_table() -> dict[Any, Any]:
@@ -25,6 +30,7 @@ def known_mask_table() -> dict[Any, Any]:
         aten.masked_select.default: _masked_select,
         aten.nonzero.default: _nonzero,
         aten.bincount.default: _bincount,
+        **{op: partial(_unique, op) for op in _UNIQUE},
     }
 
 
@@ -62,6 +68,16 @@ def _masked_select(x: Tensor, mask: Tensor) -> Any:
 def _nonzero(x: Tensor) -> Any:
     positions = _positions(x)
     return NotImplemented if positions is None else positions
+
+
+def _unique(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The results of an op on a known value, as constants: how many crops have each of some sizes, say."""
+    value = known_value(x)
+    if value is None:
+        return NotImplemented
+    with disable_modes(), torch.no_grad():
+        results = op(value, *args, **kwargs)
+    return tuple(aten.lift_fresh.default(each) for each in results)
 
 
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:

@@ -103,8 +103,9 @@ def test_damaged_kernels_and_those_for_something_else_are_not_taken(trainer: Tra
             with pytest.raises(TracedError):
                 train()
             assert len(list(cache.iterdir())) == 1, name
-    with config.patch({"cpp.simdlen": 256}), pytest.raises(TracedError):
-        train()
+    for setting in ({"cpp.simdlen": 256}, {"_pre_fusion_custom_pass": lambda nodes: nodes}):
+        with config.patch(setting), pytest.raises(TracedError):
+            train()
     train()
 
 
@@ -123,6 +124,7 @@ def other_surroundings(folder: Path) -> dict[str, Callable[[pytest.MonkeyPatch],
         "processor": lambda patch: patch.setattr(kernel_data, "_CPU_FACTS", processor),
         "compiler": lambda patch: patch.setenv("CXX", str(compiler)),
         "environment": lambda patch: patch.setenv("TORCHINDUCTOR_SIMDLEN", "256"),
+        "headers": lambda patch: patch.setenv("CPLUS_INCLUDE_PATH", str(folder)),
         "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: threads + 1),
         "torch": lambda patch: patch.setattr(torch, "__version__", "2.12.9"),
         "disk": lambda patch: patch.setattr(island_library.IslandLibrary, "read", full),

@@ -177,6 +177,17 @@ def writes_through_views(x: Tensor, y: Tensor) -> Any:
     return before, y[keep]
 
 
+def joins_crops_of_a_size(x: Tensor, y: Tensor) -> Any:
+    """As DINO's wrapper runs a model once for each size of its crops."""
+    crops = [x, y, x[:, :2]]
+    ends = torch.unique_consecutive(torch.tensor([crop.shape[-1] for crop in crops]), return_counts=True)[1].cumsum(0)
+    start, found = 0, []
+    for end in ends:
+        found.append(torch.cat(crops[start:end]))
+        start = end
+    return found, x[:, torch.tensor([2, 0, 2]).unique()]
+
+
 def depends_on_values(x: Tensor, y: Tensor) -> Any:
     keep = torch.ones(12, dtype=torch.bool)
     keep[0] = x.sum() > 0
@@ -184,7 +195,7 @@ def depends_on_values(x: Tensor, y: Tensor) -> Any:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("plain", [writes_a_mask, lists_a_mask, writes_through_views])
+@pytest.mark.parametrize("plain", [writes_a_mask, lists_a_mask, writes_through_views, joins_crops_of_a_size])
 def test_masks_that_follow_from_no_input_are_known(plain: Any) -> None:
     x, y = torch.randn(12, 3), torch.randn(12, 3)
     torch.testing.assert_close(spmd.compile(plain)(x, y), plain(x, y))
