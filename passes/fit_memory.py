@@ -41,6 +41,7 @@ from .schedule.rates import rates_of
 from .schedule.recompute_levels import Level, RecomputeLevels
 from .schedule.repeated_gathers import RepeatedGathers
 from .schedule.streams import runs_on_streams
+from .update.split_micro_batches import SplitMicroBatches
 
 # Host memory: for a node in each graph that a step keeps (as captured, partitioned and run), 1,700 to 3,700 measured;
 # for what Python keeps of compiling, once; and, of what ops allocate beside the arena, the part that they need while
@@ -83,11 +84,17 @@ def fit(
 def decide_gathers(program: Program, pipeline: Sequence[Pass], all_gather: AllGather) -> Program:
     """Choose whether the runs of a partitioned program gather parameters once in a call, if nothing else has.
 
-    Once, if the call gets faster, in proportion, than its peak grows (``RepeatedGathers``). Collective.
+    Once, if the call gets faster, in proportion, than its peak grows (``RepeatedGathers``). Collective. Never by a
+    pipeline that does not split runs, as an empty one.
     """
     found = None
-    if program.micro_batches is not None and program.stages is None and program.gathers_once is None:
-        found = RepeatedGathers.of(program, table_of(pipeline), backend_of(pipeline))
+    if program.micro_batches is not None and program.stages is None:
+        if not any(isinstance(each, SplitMicroBatches) for each in pipeline):
+            note = ["passes= has no SplitMicroBatches, so that each micro-batch gathers parameters"]
+            notes = [*program.notes, *(note if program.gathers_once else [])]
+            return replace(in_all_runs(program, gathers_once=False), notes=notes)
+        if program.gathers_once is None:
+            found = RepeatedGathers.of(program, table_of(pipeline), backend_of(pipeline))
     if found is None:
         return program
     figures = [json.loads(text) for text in all_gather(json.dumps(astuple(found)))]

@@ -170,28 +170,31 @@ def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], o
 
 @dataclass
 class _Seen:
-    """The values of each node in all runs, by rank; nodes of one name are the same in programs of other sizes.
+    """The values of each node in all runs, by rank.
 
-    ``side_by_side``: a program has nodes for several parts, in order, which compute parts of one captured value.
+    Programs of other sizes have the same nodes: those of one name that compute one captured value. ``side_by_side``: a
+    program has nodes for several parts, in order, which compute parts of one captured value.
     """
 
     side_by_side: bool = False
-    nodes: dict[str, Sequence[fx.Node]] = field(default_factory=dict)
-    values: dict[str, list[Sequence[Any]]] = field(default_factory=dict)
+    nodes: dict[Any, Sequence[fx.Node]] = field(default_factory=dict)
+    values: dict[Any, list[Sequence[Any]]] = field(default_factory=dict)
 
     def __call__(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
         """Keep the values of a node in one run."""
-        name, meta = nodes[0].name, nodes[0].meta
-        if self.side_by_side and "in_time" in meta and "captured" in meta:
-            name = f"parts of {meta['captured']}"
-        self.nodes[name] = nodes
-        self.values.setdefault(name, []).append(values)
+        meta = nodes[0].meta
+        captured, is_part = meta.get("captured"), self.side_by_side and "in_time" in meta
+        key = captured if is_part and captured is not None else (nodes[0].name, captured)
+        self.nodes[key] = nodes
+        self.values.setdefault(key, []).append(values)
 
     def show(self, watch: Watch) -> None:
-        """Show what each node computed in all runs together."""
-        for name, runs in self.values.items():
-            nodes = self.nodes[name]
-            watch(nodes, [_together(nodes[0], of_rank) for of_rank in zip(*runs, strict=True)])
+        """Show what each node computed in all runs together; not of rows, or sums over rows, that some runs lack."""
+        count = max((len(runs) for key, runs in self.values.items() if isinstance(key, tuple)), default=0)
+        for key, runs in self.values.items():
+            nodes = self.nodes[key]
+            if not isinstance(key, tuple) or len(runs) == count or "in_time" not in nodes[0].meta:
+                watch(nodes, [_together(nodes[0], of_rank) for of_rank in zip(*runs, strict=True)])
 
 
 def _together(node: fx.Node, runs: Sequence[Any]) -> Any:

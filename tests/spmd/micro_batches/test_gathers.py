@@ -24,13 +24,13 @@ def regress(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def compiled(width: int, memory: int | None = None, **options: Any) -> Any:
+def compiled(width: int, memory: int | None = None, passes: Any = None, **options: Any) -> Any:
     """The step on the first of two ranks, after one call of four micro-batches."""
     layers = [nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)]
     model = nn.Sequential(*layers)
     with fake_world(2):
         mode = spmd.DataParallel("fully_shard", micro_batches=4, **options)
-        step = spmd.compile(regress, parallel_mode=mode, memory=memory)
+        step = spmd.compile(regress, parallel_mode=mode, memory=memory, passes=passes)
         step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(8, 6), torch.zeros(8, 4))
     return step
 
@@ -49,6 +49,14 @@ def test_gathers_of_a_step(options: dict[str, Any], gathers: int) -> None:
     assert report.count("all_gather") == gathers
     assert report.memory["cpu"].roles["gathered"] > 0
     assert ("gathered once and kept in" in " ".join(report.notes)) == (gathers == 1)
+
+
+@pytest.mark.parametrize("how", ["once", None])
+def test_runs_that_nothing_splits_gather_each_time_and_no_note_says_otherwise(how: str | None) -> None:
+    report = compiled(16, passes=(), gather_parameters=how).report()
+    notes = " ".join(report.notes)
+    assert report.count("all_gather") > 4 and "once in a step is better" not in notes
+    assert ("each micro-batch gathers parameters" in notes) == (how == "once")
 
 
 def test_reductions_of_a_step() -> None:
