@@ -172,7 +172,10 @@ class Run(Protocol):
         """The rows of a tensor that this rank needs, of which each rank may need another number."""
 
     def all_to_all(self, tensor: Any, received: list[int], sent: list[int], numbers: str = "") -> Any:
-        """The rows that this rank receives from each one of the axis, for those of ``tensor`` that it sends to each."""
+        """The rows that this rank receives from each one of the axis, for those of ``tensor`` that it sends to each.
+
+        Where parts are even, let each rank send and receive as many rows in all as any other: passes order by that.
+        """
 
 
 Parts = list[LocalPart | None]
