@@ -705,7 +705,7 @@ def inductor_settings() -> list[str]:
 
 
 def inductor_passes() -> dict[str, Any]:
-    """The passes of users' in Inductor, by the names of the settings, of which the dict of all has none. 2.11 to 2.13."""
+    """Users' passes in Inductor, by the names of their settings, which are not among those above. 2.11 to 2.13."""
     config: Any = sys.modules.get("torch._inductor.config")
     names = [] if config is None else [name for name in config._config if "custom" in name and "pass" in name]
     found = {name: getattr(config, name) for name in names}

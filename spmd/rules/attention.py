@@ -137,11 +137,10 @@ def _in_a_ring(call: OpCall, found: list[Option], local: Local, sends: Sends) ->
 def _passing(call: OpCall, queries: Any, keys: Any) -> Option:
     """The option with rows of queries, and of keys, in these placements."""
     given = {name: value for name, value in arguments(call) if isinstance(value, Info)}
-    of_keys = (1, 2) if call.target in BACKWARD else ()
+    of_keys, rows = (1, 2) if call.target in BACKWARD else (), {"key": keys, "value": keys}
+    operands = {name: _with_rows(x, rows.get(name, queries), name in MASKS) for name, x in given.items()}
     return option(
-        call,
-        {name: _with_rows(x, keys if name in ("key", "value") else queries, name in MASKS) for name, x in given.items()},
-        [_with_rows(x, keys if k in of_keys else queries) for k, x in enumerate(call.results)],
+        call, operands, [_with_rows(x, keys if k in of_keys else queries) for k, x in enumerate(call.results)]
     )
 
 
