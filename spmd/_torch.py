@@ -724,7 +724,7 @@ def has_registered_classes(cls: type) -> bool:
     return "_abc_registry: set()" not in text.getvalue()
 
 
-def hosts_that_came(timed_out: BaseException) -> tuple[list[str], int, float] | None:
+def joined_hosts(timed_out: BaseException) -> tuple[list[str], int, float] | None:
     """Of a rendezvous of torchrun's that timed out: the hosts that have joined, how many it needs, and the seconds.
 
     None if the error is another one. The state of a rendezvous is private; seen in 2.11 to 2.13.

@@ -135,15 +135,15 @@ def _cores() -> int:
 
 
 def _lost(error: Exception, endpoint: str) -> str:
-    from .._torch import hosts_that_came
+    from .._torch import joined_hosts
 
-    found = hosts_that_came(error)
+    found = joined_hosts(error)
     if found is not None:
-        came, count, seconds = found
+        joined, count, seconds = found
         return (
-            f"spmd run: expected {count} hosts at {endpoint}, {len(came)} came within {seconds:g} s: {' '.join(came)}; "
-            "start the same command on the others, where --rdzv-endpoint and --rdzv-id are the same (--rdzv-conf "
-            "join_timeout=SECONDS waits for longer)"
+            f"spmd run: expected {count} hosts at {endpoint}, {len(joined)} joined within {seconds:g} s: "
+            f"{' '.join(joined)}; start the same command on the others, with the same --rdzv-endpoint and --rdzv-id "
+            "(--rdzv-conf join_timeout=SECONDS waits for longer)"
         )
     reason = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__  # some have no text
     return (

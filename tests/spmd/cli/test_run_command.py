@@ -103,7 +103,7 @@ def test_the_last_start_has_a_reason_too(script: Path) -> None:
 
 
 @pytest.mark.processes
-def test_hosts_that_never_come(script: Path) -> None:
+def test_hosts_that_never_join(script: Path) -> None:
     """The host that is there is named; without a rendezvous, torch counts those that have joined."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -111,7 +111,7 @@ def test_hosts_that_never_come(script: Path) -> None:
     hosts = "-n", 1, "--nnodes", 2, "--local-addr", "node7"
     found = launched(*hosts, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "join_timeout=1", script, "well")
     assert found.returncode == 1 and found.stderr.startswith(
-        f"spmd run: expected 2 hosts at localhost:{port}, 1 came within 1 s: node7; start the same command on the other"
+        f"spmd run: expected 2 hosts at localhost:{port}, 1 joined within 1 s: node7; start the same command on"
     ), found.stderr
     by_address = "--node-rank", 0, "--master-addr", "localhost", "--master-port", port, "--rdzv-conf", "timeout=1"
     found = launched(*hosts, *by_address, script, "well")
