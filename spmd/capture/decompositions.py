@@ -16,6 +16,7 @@ import torch
 
 from .._torch import OpOverload, core_aten_decompositions, foreach_kernels, get_decompositions
 from ..rules import rule_of
+from ..rules.registry import RULES, TAGGED
 from .embedding_bag import embedding_bag_table
 from .fused_optimizers import fused_decompositions
 from .random_decompositions import in_place_random_table, random_table
@@ -31,9 +32,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def second_trace_table() -> Table:
     """The decompositions of the second trace: ours, torch's for reductions over the batch, torch's without a rule."""
-    without_rule = {op: function for op, function in _torch_table().items() if rule_of(op) is None and op not in _WRONG}
     return {
-        **without_rule,
+        **_without_rule(len(RULES), len(TAGGED)),
         **_torch_decompositions(*_OVER_THE_BATCH),
         **random_table(),
         **strided_views_table(),
@@ -93,6 +93,12 @@ def _weight_norm_backward(
     """Gradients of ``v`` and ``g`` of a weight ``g * v / |v|``; linear in ``grad``, so pending sums pass through."""
     along = (grad * v).sum([d for d in range(v.ndim) if d != dim], keepdim=True)
     return g / norms * (grad - v * (along / norms.square())), along / norms
+
+
+@functools.lru_cache(maxsize=1)
+def _without_rule(rules: int, tagged: int) -> Table:
+    """Those of torch for ops that have no rule, as long as there are so many: none is ever replaced."""
+    return {op: function for op, function in _torch_table().items() if rule_of(op) is None and op not in _WRONG}
 
 
 @functools.cache
