@@ -129,6 +129,15 @@ def test_a_pass_that_fails(how: str, reason: str) -> None:
     assert targets(given) == ["neg.default", "detach.default"] and given.history == []
 
 
+def test_a_pass_of_ours_that_breaks_a_program_is_named_though_only_the_last_check_finds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DropDetach, "rewrite", lambda self, program: Break("write").rewrite(program))
+    with pytest.raises(PassError, match="pass DropDetach, stage 03 of program, failed: neg .* writes") as caught:
+        run(program(), [MergeEqual(), DropDetach(), DeadCode(), StartEarly()])
+    assert caught.value.__notes__ == ["before it: 02 MergeEqual: nothing to do"]
+
+
 def test_checks_can_be_left_out() -> None:
     assert targets(run(program(), [Break("write")], check=False))[0] == "neg_.default"
 
