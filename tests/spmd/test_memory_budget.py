@@ -28,7 +28,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(*_layers()) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Sequential(*_layers()) for _ in range(3))
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:

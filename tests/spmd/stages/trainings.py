@@ -32,12 +32,12 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Four layers; ``tied``: the head is the embedding."""
+    """``tied``: the head is the embedding."""
 
-    def __init__(self, tied: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, layers: int = 2, tied: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Layer(dropout) for _ in range(4))
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
@@ -222,8 +222,9 @@ def _with(model: Callable[[], nn.Module], optimizer: Callable[[nn.Module], Any])
 KINDS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], int]] = {  # the step, objects, rows of a part
     "masked": (masked, _with(Gpt, without_state), 8),
     "tied": (masked, _with(lambda: Gpt(tied=True), by_groups), 8),
-    "rows": (metrics, _with(Gpt, by_groups), 18),  # 4 micro-batches become 6
-    "encoder-decoder": (translate, _with(EncoderDecoder, by_groups), 8),
+    "deep": (masked, _with(lambda: Gpt(4, tied=True), by_groups), 8),  # for four stages
+    "rows": (metrics, _with(lambda: Gpt(4), without_state), 18),  # 4 micro-batches become 6
+    "encoder-decoder": (translate, _with(EncoderDecoder, without_state), 8),
     "unet": (two_optimizers, unet, 8),
     "Llama": (of_decoder, hugging_face("Llama"), 4),
     "T5": (of_transformers, hugging_face("T5"), 4),
