@@ -133,7 +133,7 @@ def test_a_pass_of_ours_that_breaks_a_program_is_named_though_only_the_last_chec
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DropDetach, "rewrite", lambda self, program: Break("write").rewrite(program))
-    with pytest.raises(PassError, match="pass DropDetach, stage 03 of program, failed: neg .* writes") as caught:
+    with pytest.raises(PassError, match=r"pass DropDetach, stage 03 of program, failed: neg .* writes") as caught:
         run(program(), [MergeEqual(), DropDetach(), DeadCode(), StartEarly()])
     assert caught.value.__notes__ == ["before it: 02 MergeEqual: nothing to do"]
 

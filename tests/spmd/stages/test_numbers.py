@@ -76,7 +76,8 @@ def test_numbers_on_two_stages(ranks: Ranks, kind: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_numbers_as_ranks_on_nccl_send(ranks: Ranks, world: int) -> None:
-    found = ranks.run(world, in_two_groups, Training("tied" if world == 2 else "deep"), {"pp": world}, TWO | {"schedule": "1f1b"})
+    case = Training("tied" if world == 2 else "deep")
+    found = ranks.run(world, in_two_groups, case, {"pp": world}, TWO | {"schedule": "1f1b"})
     assert not any(found), found
 
 
