@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -171,7 +172,7 @@ class Table:
         link = self.link(axis, backend)
         return (link.rate(axis) if link else None) or UNMEASURED
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A short text that is equal for tables of equal figures, whatever their names."""
         return hashlib.sha256(self._json().encode()).hexdigest()[:16]

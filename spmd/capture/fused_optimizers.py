@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+@cache
 def fused_decompositions() -> dict[Any, Callable[..., None]]:
     """The decompositions, by op, for learning rates that are numbers and that are tensors."""
     found: dict[Any, Callable[..., None]] = {}
