@@ -173,7 +173,7 @@ def _entries(places: list[Mapping[str, Any]]) -> list[Any]:
 
 
 def _functions_in(value: Any) -> list[types.FunctionType]:
-    parts = [value.fget, value.fset] if type(value) is property else [value]
+    parts: list[Any] = [value.fget, value.fset] if type(value) is property else [value]
     parts = [each.__func__ if type(each) in (staticmethod, classmethod) else each for each in parts]
     found = [each for each in parts if type(each) is types.FunctionType]
     return found + [inner for each in found if type(inner := vars(each).get("__wrapped__")) is types.FunctionType]
