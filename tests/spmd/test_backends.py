@@ -121,7 +121,7 @@ def test_what_is_left_for_the_next_call_goes_around_regions(ranks: Ranks) -> Non
     [
         ("mine", "AdamW", "fully_shard"),
         ("mine", "SGD momentum", "default"),
-        ("eager", "SGD", "fully_shard"),
+        pytest.param("eager", "SGD", "fully_shard", marks=pytest.mark.exhaustive),
         ("aot_eager", "AdamW", "replicate"),
     ],
 )

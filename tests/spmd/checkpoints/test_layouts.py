@@ -150,7 +150,7 @@ def elsewhere(rank: int, world: int, folder: Path, steps: int) -> dict[str, Any]
 
 def test_a_run_goes_on_with_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     expected = ranks.run(1, elsewhere, tmp_path / "one", 3)[0]
-    for world in (4, 2, 3):
+    for world in (3, 1, 2):
         got = ranks.run(world, elsewhere, tmp_path / "several", 1)[0]
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 

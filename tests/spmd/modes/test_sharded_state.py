@@ -47,7 +47,7 @@ def entries(rank: int, world: int) -> None:
 
 
 def test_parameters_and_optimizer_state_are_dtensors_under_their_old_names(ranks: Ranks) -> None:
-    ranks.run(4, entries)
+    ranks.run(2, entries)
 
 
 def memory(rank: int, world: int, passes: Any) -> tuple[int, int, list[str]]:

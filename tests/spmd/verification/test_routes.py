@@ -33,7 +33,7 @@ class Chooses(nn.Module):
 def certificate(form: Any, mesh: dict[str, int], make: Any = Mixture, **options: Any) -> Certificate:
     torch.manual_seed(0)
     model, case = make(form).double(), Training(form)
-    x, chosen, y = case.whole([case.part(rank, 0) for rank in range(4)])
+    x, chosen, y = case.whole([case.part(rank, 0) for rank in range(2)])
     if len(x) > 64:  # no pair of ranks has more rows than there is room for
         chosen = (torch.arange(len(x))[:, None] + torch.arange(CHOSEN)) % EXPERTS
     batch = x, chosen, y
