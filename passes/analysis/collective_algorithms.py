@@ -172,9 +172,13 @@ class Table:
         link = self.link(axis, backend)
         return (link.rate(axis) if link else None) or UNMEASURED
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """A short text that is equal for tables of equal figures, whatever their names."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return hashlib.sha256(self._json().encode()).hexdigest()[:16]
 
     def coalesces(self, axis: Axis, backend: str, kind: Kind, size: int, members: int) -> bool:
