@@ -106,7 +106,7 @@ class Options:
             raise ValueError("expected no passes= with spmd.Auto(adapt=True), which takes a schedule by measured times")
         _check_choice(parallel_mode, memory)
         edits = next((each for each in _check_overrides(module_override) if _edits_graph(each)), None)
-        other = None if backend == "aten" else backend
+        other = None if backend in ("aten", "inductor") else backend
         one = {"gm_transformation": gm_transformation, "transform": edits, "backend": other}
         _check_stages(parallel_mode, **one, cuda_graphs=cuda_graphs or None)
         return cls(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Fact, MemoryBudgetError, Pass, Program, RankMismatchError, Report, facts_of
+from passes import Fact, FormIslands, MemoryBudgetError, Pass, Program, RankMismatchError, Report, facts_of
 from passes.default_passes import table_of, with_islands, with_rates
 from passes.ir.bundle import Bundle
 from passes.ir.program import MicroBatches
@@ -61,6 +61,7 @@ from .running.deferred_program import DeferredProgram
 from .running.describe import describe_for_agreement, text_of
 from .shared_captures import ServingCapture
 from .stages.stage_axis import check_without_stages
+from .stages.stage_exchange import StageExchange
 from .state.background_reads import READS
 from .state.distribute import Prepared, check_memory, commit, prepare
 from .state.edits import EditedError, compare_edits, copied_state, edited_before
@@ -234,7 +235,7 @@ class StepCompiler:
             captured.program.room = self._dispatch.room.times
             (local, pipeline), added, state = self._fitted(call, captured, agreement)
             dump.stage(1, "partition", local)
-        choosing = self._choosing(pipeline, agreement, stages, lookup)
+        choosing = self._choosing(local, pipeline, agreement, stages, lookup)
         with stages.stage("passes"), DisableAutocast(), choosing as pipeline:
             run = partial(options.run, local, pipeline, stages.noting(local, dump.on_pass))
             is_one = lookup.has_one_program(local, agreement)
@@ -290,7 +291,7 @@ class StepCompiler:
             found = storage_facts(local.inputs, call.slots, agreement.all_gather_text)
             if found != (local.stored, local.fixed):
                 local.stored, local.fixed = found
-                choosing = self._choosing(pipeline, agreement, stages, lookup)
+                choosing = self._choosing(local, pipeline, agreement, stages, lookup)
                 with DisableAutocast(), choosing as pipeline:
                     program, _ = self._options.run(local, pipeline, stages.noting(local, dump.on_pass))
                 entry = ""  # ranks compare what they made
@@ -333,16 +334,27 @@ class StepCompiler:
 
     @contextmanager
     def _choosing(
-        self, pipeline: tuple[Pass, ...], agreement: Agreement, stages: CompilePhases, lookup: Lookup
+        self,
+        local: Program,
+        pipeline: tuple[Pass, ...],
+        agreement: Agreement,
+        stages: CompilePhases,
+        lookup: Lookup,
     ) -> Iterator[tuple[Pass, ...]]:
-        """The pipeline for a backend that takes islands where they are quicker, as all ranks measure."""
+        """The pipeline for a backend that takes islands where they are quicker, as all ranks of a program measure."""
         if self._islands is None:
             yield pipeline
             return
         if lookup.verifies and lookup.warm is not None and lookup.warm.kernels is not None:
             self._islands.adopt(lookup.warm.kernels, compiles=True)
-        choice = self._islands.choice(agreement.all_gather_text)
+        exchange, of_stage = agreement.all_gather_text, None
+        if local.stages is not None:
+            count = sum(isinstance(each, FormIslands) for each in pipeline)
+            exchange = of_stage = StageExchange(local, count, exchange)
+        choice = self._islands.choice(exchange)
         yield with_islands(pipeline, choice)
+        if of_stage is not None:
+            of_stage.end()
         choice.end()
         kernels = choice.kernels()
         stages.islands, stages.kernels = kernels.rows, kernels.text

@@ -80,11 +80,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare ``--exhaustive``, ``--renew`` and ``--backend``."""
     parser.addoption("--exhaustive", action="store_true", help="all optimizers in all combinations, all real models")
     parser.addoption("--renew", action="store_true", help="write golden text anew, for review as a diff")
-    parser.addoption("--backend", default="aten", help="of steps whose numbers are compared, where a test names none")
+    parser.addoption("--backend", default="aten", help="of steps for which a test names none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell ``harness/oracle.py`` the backend, also in processes that tests start."""
+    """Tell ``harness/backend.py``, also in processes that tests start."""
     os.environ["TESTS_BACKEND"] = config.getoption("--backend")
 
 
@@ -126,10 +126,12 @@ def _is_exhaustive(item: pytest.Item) -> bool:
 
 def pytest_collection_finish() -> None:
     """All tests are imported, and torch, which sets the levels of its loggers then."""
+    from .harness.backend import take_backend
     from .harness.memory import spare_the_collector
 
     # pytest listens to every logger, and that makes torch write its trace of each fake tensor for nobody.
     logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+    take_backend()
     spare_the_collector()
 
 

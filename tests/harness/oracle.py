@@ -9,7 +9,6 @@ scalers, optimizer state with its keys, their order and its dtypes. No warm-up, 
 from __future__ import annotations
 
 import copy
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 import spmd
-from spmd.lowering import islands
 
 from .pool import Ranks
 
@@ -124,13 +122,7 @@ def plain_run(case: Case, world: int, steps: int) -> list[Snapshot]:
 def compiled_run(
     rank: int, case: Case, steps: int, seed: int = 0, **options: Any
 ) -> tuple[spmd.CompiledStep, list[Snapshot]]:
-    """``spmd.compile(**options)`` of the step, and snapshots after each of its calls with this rank's part.
-
-    ``pytest --backend inductor`` takes all islands, also those that are slower.
-    """
-    backend = os.environ.get("TESTS_BACKEND", "aten")
-    if backend == "inductor" and "backend" not in options:
-        islands._LEAST_GAIN, options["backend"] = 0.0, backend
+    """``spmd.compile(**options)`` of the step, and snapshots after each of its calls with this rank's part."""
     torch.manual_seed(seed)
     objects = case.build()
     compiled = spmd.compile(**options)(case.step)

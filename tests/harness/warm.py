@@ -13,6 +13,7 @@ from torch.hub import tqdm
 
 import spmd
 
+from .backend import take_backend
 from .cases import MLP
 from .fake import fake_world
 from .memory import spare_the_collector
@@ -30,6 +31,7 @@ def _warm_up() -> None:
     debug._clear_sharding_prop_cache()  # it keeps meshes, and would give every rank those of the fake rank 0
 
 
+take_backend()
 spare_the_collector()  # before a compile, which looks once whether that was done: in every fork that takes 60 ms
 if not torch.backends.cuda.is_built():  # autograd would start threads for it, which do not live on in a fork either
     _warm_up()
