@@ -75,7 +75,8 @@ class FormIslands(Pass):
         names = Names(program.graph)
         islands = [Outline(group, runs.found).island(names.next(group)) for group in groups]
         chosen = self.choose(islands)
-        arrange(program.graph, runs.order())
+        if any(chosen):
+            arrange(program.graph, runs.order())
         for group, island, is_chosen in zip(groups, islands, chosen, strict=True):
             if is_chosen:
                 Outline(group, runs.found).replace(island)

@@ -35,9 +35,9 @@ class CompiledIsland:
         held = [*operands, *self._scratch(self.code.temporaries)]
         table = (ctypes.c_void_p * len(held))(*(0 if each is None else each.data_ptr() for each in held))
         address, function, code = ctypes.addressof(table), self._function, self.code
-        given = [k for k, each in enumerate(operands) if each is None]
-        pairs = list(enumerate(zip(operands, vals, strict=True)))
-        moving = [(k, val) for k, (each, val) in pairs if each is None or not lies_as(each, val)]
+        given = [(k, val.stride()) for k, (each, val) in enumerate(zip(operands, vals, strict=True)) if each is None]
+        pairs = enumerate(zip(operands, vals, strict=True))
+        turned = [(k, each) for k, (each, val) in pairs if each is not None and not lies_as(each, val)]
         outs = range(len(operands) - code.outs, len(operands))
 
         def run(table: Any = table, held: Any = held) -> None:  # both live as long as this does
@@ -45,16 +45,18 @@ class CompiledIsland:
                 raise RuntimeError(f"a kernel of {code.name} failed: integers were divided by zero")
 
         def run_on(*values: Tensor) -> None:
-            for k, value in zip(given, values, strict=True):
-                held[k] = value
-            lying = [laid_out(held[k], val, k in outs) for k, val in moving]
-            for (k, _), value in zip(moving, lying, strict=True):
+            copies = []  # which live until the kernels have run
+            for (k, strides), value in zip(given, values, strict=True):
+                if value.stride() != strides:
+                    value = laid_out(value, vals[k], k in outs)
+                    copies.append(value)
                 table[k] = value.data_ptr()
-            for k in given:
-                held[k] = None
+            for k, each in turned:
+                copies.append(laid_out(each, vals[k], k in outs))
+                table[k] = copies[-1].data_ptr()
             run()
 
-        return run_on if moving else run
+        return run_on if given or turned else run
 
 
 def laid_out(value: Any, val: Tensor, is_out: bool) -> Tensor:

@@ -189,9 +189,9 @@ def test_islands_of_a_pipeline_that_plans_no_memory_return_new_results(monkeypat
 
 
 def test_an_island_that_is_slower_stays_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By less than 2% quicker counts as slower."""
+    """By less than 2% quicker counts as slower, and by less than a microsecond, which operands that move may cost."""
     found = list(islands(passes.run(gated(), [passes.FormIslands()]).graph).values())
-    times = iter([(1.03, 1.0), (1.01, 1.0), (1.0, 1.0)])
+    times = iter([(1.03, 1.0), (1.01, 1.0), (2.9e-6, 2e-6)])
     monkeypatch.setattr(compiled_islands, "seconds_of", lambda island, compiles: next(times))
     monkeypatch.setattr(compiled_islands, "difference", lambda island, made: "")
     monkeypatch.setattr(CompiledIslands, "_load", lambda self, codes: self._made.update(dict.fromkeys(codes, None)))

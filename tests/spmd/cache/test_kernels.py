@@ -28,6 +28,13 @@ from .trainer import trainer as trainer
 
 pytestmark = pytest.mark.slow
 
+FULLY_SHARD: dict[str, Any] = {"parallel_style": "fully_shard"}
+OTHER_STYLES: list[dict[str, Any]] = [
+    {"parallel_style": "replicate"},
+    {"shard_optimizer": True},
+    {**FULLY_SHARD, "reshard_after_forward": False},
+]
+
 
 def noted(patch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows with each island that is lowered, compiled or measured; every second one is found slower."""
@@ -160,24 +167,37 @@ def test_kernels_of_a_gpu_and_what_does_not_compile_are_not_kept(trainer: Traine
         assert not list((tmp_path / "cache").iterdir())
 
 
-def trained(rank: int, world: int, folder: str) -> tuple[list[str], bool, list[Any], list[str]]:
+def trained(
+    rank: int, world: int, folder: str, mode: dict[str, Any] = FULLY_SHARD
+) -> tuple[list[str], bool, list[Any], list[str]]:
     """Work on islands, whether the rank traced, the parameters, and what differs from the plain step."""
     traces, case = [], replace(Blocks(), optimizer="SGD")
     with pytest.MonkeyPatch.context() as patch:
         work, original = noted(patch), capture_call.capture
         patch.setattr(capture_call, "capture", lambda *given: (traces.append(rank), original(*given))[1])
-        mode = spmd.DataParallel("fully_shard")
-        step, got = compiled_run(rank, case, 3, cache=folder, parallel_mode=mode, backend="inductor")
+        step, got = compiled_run(
+            rank, case, 3, cache=folder, parallel_mode=spmd.DataParallel(**mode), backend="inductor"
+        )
     assert islands(step.program.graph)
     return work, bool(traces), got, all_unequal(plain_run(case, world, 3), got, rank, world)
 
 
-def test_ranks_start_warm_together_or_not_at_all(ranks: Ranks, tmp_path: Path) -> None:
-    cold = ranks.run(2, trained, str(tmp_path))
-    warm = ranks.run(2, trained, str(tmp_path))
+def assert_starts_warm(ranks: Ranks, folder: Path, mode: dict[str, Any]) -> None:
+    """Fail unless a second run traces, compiles and measures nothing, and has the bits of the first."""
+    cold, warm = (ranks.run(2, trained, str(folder), mode) for _ in range(2))
     assert all(work for work, *_ in cold) and not any(work or traced for work, traced, *_ in warm)
     for one, other in zip(cold, warm, strict=True):
         assert not [*one[3], *other[3]] and all_unequal(one[2], other[2], 0, 2, 0, 0) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", OTHER_STYLES, ids=["replicate", "shard_optimizer", "kept whole"])
+def test_each_style_starts_warm(ranks: Ranks, tmp_path: Path, mode: dict[str, Any]) -> None:
+    assert_starts_warm(ranks, tmp_path, mode)
+
+
+def test_ranks_start_warm_together_or_not_at_all(ranks: Ranks, tmp_path: Path) -> None:
+    assert_starts_warm(ranks, tmp_path, FULLY_SHARD)
     for library in tmp_path.glob("*-1/kernels-0.so"):
         library.write_bytes(library.read_bytes()[:-1])
     (work, traced, _, unequal), (others, _, _, differing) = ranks.run(2, trained, str(tmp_path))
