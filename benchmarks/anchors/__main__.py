@@ -26,7 +26,7 @@ from .errors import Errors, by_group
 from .fit import estimated, fit, halves, held_out, sources, used
 from .fit import write as write_constants
 from .noise import regressed
-from .rows import Row, UnknownError
+from .rows import Row
 
 
 def estimates(rows: Sequence[Row]) -> tuple[dict[str, Estimate], dict[str, str]]:
@@ -35,8 +35,8 @@ def estimates(rows: Sequence[Row]) -> tuple[dict[str, Estimate], dict[str, str]]
     for row in rows:
         try:
             found[row.id] = row.estimate()
-        except (UnknownError, ValueError, KeyError, ZeroDivisionError) as error:
-            reasons[row.id] = f"{type(error).__name__}: {error}"
+        except Exception as error:  # one row keeps no other one from its estimate
+            reasons[row.id] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return found, reasons
 
 

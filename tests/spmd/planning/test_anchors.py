@@ -117,7 +117,7 @@ def test_a_table_is_estimated_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [row(id=1), row(id=2, gpus=16, grad_accum=2, step_s=0.2), row(id=3, **{"class": "other"})]
-    rows.append(row(id=4, gpu="T1000"))
+    rows += [row(id=4, gpu="T1000"), row(id=5, kv_heads=3)]
     with (tmp_path / "runs.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -126,10 +126,11 @@ def test_a_table_is_estimated_and_written(
     command.main()
     assert "nanotron / bf16-dense" in capsys.readouterr().out
     with (tmp_path / "out.csv").open() as file:
-        one, two, three, four = csv.DictReader(file)
+        one, two, three, four, five = csv.DictReader(file)
     assert float(one["step_s"]) > float(two["step_s"]) > 0 and float(one["memory_gib"]) > 0
     assert three["step_s"] == "" and "adapters" in three["reason"]
     assert four["step_s"] == "" and "no figures of T1000" in four["reason"]
+    assert five["step_s"] == "" and "RuntimeError" in five["reason"]  # 4 heads cannot share 3 keys
     quicker = [row(id=1, step_s=0.9 * float(one["step_s"]))]
     before, after = (estimated(quicker, *fit(quicker, rounds))["1"] for rounds in (0, 1))
     off = [abs(each / quicker[0].seconds - 1) for each in (before, after)]
