@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
-from .changes import MEANT
+from .changes import MEANT, duration, size_of
 from .plans import Candidate, Plans, name
 
 _COLORS = {
@@ -46,8 +46,9 @@ pre { background: #f1f1ee; padding: .8rem; overflow-x: auto; } summary { cursor:
 <svg viewBox="0 0 {{ width }} {{ height }}" role="img" aria-label="step time against memory">
 <line x1="{{ edge }}" y1="{{ height - edge }}" x2="{{ width }}" y2="{{ height - edge }}"/>
 <line x1="{{ edge }}" y1="0" x2="{{ edge }}" y2="{{ height - edge }}"/>
-<text x="{{ edge }}" y="{{ height - 12 }}">memory of a GPU, up to {{ plan.most_memory }}; dashed: what fits</text>
+<text x="{{ edge }}" y="{{ height - 12 }}">memory of a GPU, {{ plan.memory }}; dashed: what fits (logarithmic)</text>
 <text x="4" y="14">step</text><text x="4" y="30">{{ plan.most_time }}</text>
+<text x="4" y="{{ height - edge }}">{{ plan.least_time }}</text>
 <line x1="{{ plan.limit }}" y1="0" x2="{{ plan.limit }}" y2="{{ height - edge }}" stroke-dasharray="4"/>
 {% for dot in plan.dots %}<a href="#{{ dot.id }}" onclick="document.getElementById('{{ dot.id }}').open = true">
 <circle cx="{{ dot.x }}" cy="{{ dot.y }}" r="5" fill="{{ dot.color }}"><title>{{ dot.label }}</title></circle></a>
@@ -95,14 +96,15 @@ def _scaling(plans: Sequence[Plans]) -> list[dict[str, Any]]:
 
 def _drawn(plan: Plans, key: str) -> dict[str, Any]:
     listed = [*plan.layouts, *(each for each in plan.front if each not in plan.layouts)]
-    slowest = max(each.estimate.seconds for each in listed)
-    largest = max(plan.memory, *(each.estimate.peak for each in listed))
+    times, sizes = [each.estimate.seconds for each in listed], [each.estimate.peak for each in listed]
+    smallest, largest = min(plan.memory, *sizes), max(plan.memory, *sizes)
+    scale = max(each.estimate.seconds for each in plan.layouts or plan.front)  # of bars; longer ones are cut
 
     def across(size: float) -> float:
-        return round(_EDGE + (_WIDTH - _EDGE - 8) * size / largest, 1)
+        return round(_EDGE + 8 + (_WIDTH - _EDGE - 16) * _along(size, smallest, largest), 1)
 
     def dot(each: Candidate) -> dict[str, Any]:
-        down = (_HEIGHT - _EDGE) * (1 - each.estimate.seconds / slowest) + 6
+        down = 6 + (_HEIGHT - _EDGE - 12) * (1 - _along(each.estimate.seconds, min(times), max(times)))
         color = _COLORS["compute"] if each.estimate.peak <= plan.memory else _COLORS["pipeline"]
         return {"x": across(each.estimate.peak), "y": round(down, 1), "color": color, "label": _label(each)}
 
@@ -110,28 +112,34 @@ def _drawn(plan: Plans, key: str) -> dict[str, Any]:
     return {
         "title": f"{plan.gpus} {plan.gpu}, {plan.per_host} a host",
         "missing": "" if plan else plan.missing(),
-        "most_memory": f"{largest / 1e9:.0f} GB",
-        "most_time": f"{slowest:.3g} s",
+        "memory": f"{size_of(smallest)} to {size_of(largest)}",
+        "least_time": duration(min(times)),
+        "most_time": duration(max(times)),
         "limit": across(plan.memory),
         "dots": [dot(each) | {"id": id_} for each, id_ in zip(listed, ids, strict=True)],
-        "layouts": [_bar(plan, each, slowest) | {"id": id_} for each, id_ in zip(listed, ids, strict=True)],
+        "layouts": [_bar(plan, each, scale) | {"id": id_} for each, id_ in zip(listed, ids, strict=True)],
     }
 
 
-def _bar(plan: Plans, each: Candidate, slowest: float) -> dict[str, Any]:
+def _along(value: float, least: float, most: float) -> float:
+    """Where a value is between two others, by the logarithm."""
+    return math.log(value / least) / math.log(most / least) if most > least else 0.0
+
+
+def _bar(plan: Plans, each: Candidate, scale: float) -> dict[str, Any]:
     causes = [(cause, seconds) for cause, seconds in each.estimate.causes.items() if seconds > 0]
     parts = [
         {
-            "label": f"{MEANT[cause]}: {seconds:.4g} s",
+            "label": f"{MEANT[cause]}: {duration(seconds)}",
             "color": _COLORS[cause],
-            "width": round(100 * seconds / slowest, 2),
+            "width": round(100 * seconds / max(scale, each.estimate.seconds), 2),
         }
         for cause, seconds in causes
     ]
     fits = "" if each.estimate.peak <= plan.memory else ", does not fit"
-    figures = f"{each.estimate.seconds:.4g} s, {each.estimate.peak / 1e9:.1f} GB{fits}"
+    figures = f"{duration(each.estimate.seconds)}, {size_of(each.estimate.peak)}{fits}"
     return {"name": name(each.layout), "figures": figures, "parts": parts, "python": plan.python(each)}
 
 
 def _label(each: Candidate) -> str:
-    return f"{name(each.layout)}: {each.estimate.seconds:.4g} s, {each.estimate.peak / 1e9:.1f} GB"
+    return f"{name(each.layout)}: {duration(each.estimate.seconds)}, {size_of(each.estimate.peak)}"
