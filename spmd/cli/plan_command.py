@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from passes import SpmdError
+from passes import SpmdError, Table
 
 from ..planning.page import page
 from ..planning.plans import Plans, compared
@@ -44,11 +44,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
         required=True,
         help="how many GPUs there are: 64, several: 64,128, or 64..4096 for each power of two more",
     )
-    command.add_argument("--gpu", default="H100", help="their kind, or several: A100,H100 (%(default)s)")
+    command.add_argument("--gpu", default="H100", help="their kind, or several: A100,H100; CPU for gloo (%(default)s)")
     command.add_argument("--per-host", type=int, help="GPUs in a host; by default as they are sold")
     command.add_argument("--memory", help="what a GPU may hold, such as 70GB; by default all but 2 GB")
     command.add_argument("--rows", type=int, help="rows of the whole batch; by default those of the arguments")
     command.add_argument("--top", type=int, default=10, help="how many layouts are listed (%(default)s)")
+    command.add_argument(
+        "--table", metavar="COSTS.json", type=Path, help="rates that spmd calibrate measured, in the place of published"
+    )
     command.add_argument("--page", metavar="FILE.html", type=Path, help="write a page of the plans")
     command.add_argument("--json", action="store_true", help="print the plans as JSON")
     command.add_argument(
@@ -79,6 +82,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     machines = [(gpu, gpus) for gpu in arguments.gpu.split(",") for gpus in arguments.gpus]
     found, reasons = list[Plans](), list[str]()
     try:
+        options["table"] = Table.read(arguments.table) if arguments.table else None
         for gpu, gpus in machines:
             check(gpus, gpu, arguments.per_host, arguments.rows, arguments.top)
         # The file may make a mesh of its own; and what it prints is no part of the plans.

@@ -35,7 +35,7 @@ class Traffic:
 class State:
     """Bytes for each number of a model: of itself, of its gradient, and of what only updates read.
 
-    ``gathered``: as it is sent, if that is narrower.
+    They are means: where a part of a model is frozen, gradients have less. ``gathered``: as it is sent, if narrower.
     """
 
     weight: float = 2
@@ -49,14 +49,19 @@ class State:
         return self.weight if self.gathered is None else self.gathered
 
     @property
+    def trained(self) -> float:
+        """Bytes of a number, of those that have a gradient, which is as wide or wider."""
+        return min(self.weight, self.gradient)
+
+    @property
     def updated(self) -> float:
         """Bytes that an update moves for each number."""
-        return 2 * self.weight + self.gradient + 2 * self.optimizer
+        return 2 * self.trained + self.gradient + 2 * self.optimizer
 
 
 @dataclass(frozen=True)
 class Work:
-    """Sections of a model, each op by itself, and with pointwise ops fused; and the bytes of its state.
+    """Sections of a model, each op by itself, and with pointwise ops fused, if software does that; bytes of its state.
 
     ``is_tied``: one matrix reads and writes tokens.
     """
@@ -227,7 +232,7 @@ class _Step:
         if not self.software.adds or (layout.micro_batches == 1 and state.gradient <= state.weight):
             return 0.0
         ranks = layout.shards if layout.style == "fully_shard" and not layout.reduces_once else 1
-        return section.parameters / ranks * (state.weight + 2 * state.gradient) / self.machine.bandwidth
+        return section.parameters / ranks * (state.trained + 2 * state.gradient) / self.machine.bandwidth
 
     def choices(self) -> list[tuple[int, list[Choice]]]:
         """For each kind of blocks how many there are, and a step of one whose values are kept, or computed again."""
@@ -268,7 +273,7 @@ class _Step:
         key = (id(section), phase, *about)
         if key not in self.machine.known:  # with the section, so that no other one gets its id
             unfused = self.software.unfused
-            whole = self.fused.get(section.name)  # None where all of it is fused into blocks
+            whole = self.fused.get(section.name)  # None where all of it is fused into blocks, or nothing is
             plain, fused = self._of(section, phase), self._of(whole, phase) if whole else _Time()
             self.machine.known[key] = section, plain.times(unfused) + fused.times(1 - unfused)
         found: _Time = self.machine.known[key][1]
@@ -439,16 +444,23 @@ class _Step:
         return max(found, key=lambda each: sum(each.values()))
 
     def _memory_of(self, rank: _Part, activations: float) -> dict[str, float]:
-        layout, state = self.layout, self.work.state
+        layout, state, software = self.layout, self.work.state, self.software
         is_whole = layout.style != "fully_shard" or layout.shards == 1
         part = 1 if is_whole else layout.shards
+        gradients = self._divided(1 if layout.reduces_once else part, rank) * state.gradient
+        made = 0.0  # bytes of gradients that backward makes as it frees activations, beside sums of those before
+        if not software.in_place and layout.stages == 1:
+            made = self._divided(part, rank) * state.gradient
+            gradients *= layout.micro_batches > 1
         used = {
             "parameters": self._divided(part, rank) * state.weight,
-            "gradients": self._divided(1 if layout.reduces_once else part, rank) * state.gradient,
+            "gradients": gradients + (made if made > activations else 0.0),
             "optimizer": self._divided(layout.shards, rank) * state.optimizer,
             "gathered": 0.0 if is_whole else self._gathered(rank),
-            "activations": activations,
+            "activations": 0.0 if made > activations else activations,
         }
+        if layout.style == "shard_optimizer" and layout.shards > 1 and not software.in_place:
+            used["gathered"] = self._numbers(rank) * state.sent
         return used | {"allocator": sum(used.values()) * self.machine.constants.reserved}
 
     def _with_end(self, rank: _Part, kept: float) -> float:

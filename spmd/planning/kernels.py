@@ -120,7 +120,7 @@ class _Sections:
         self.experts = set(program.mesh.axes_with(AxisRole.EXPERTS))
         self.rows = self._rows()
         self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
-        self.kinds = _kinds_of_blocks(program)
+        self.kinds = kinds_of_blocks(program)
         self.shown = {blocks[min(1, len(blocks) - 1)]: kind for kind, blocks in self.kinds.items()}
         self.of_block = {block: kind for kind, blocks in self.kinds.items() for block in blocks}
         names = [FIRST, *self.kinds, LAST]
@@ -282,7 +282,7 @@ class _Sections:
             self.sections[self.shown[block]].boundary += self._bytes(node, self._grows(node))
 
 
-def _kinds_of_blocks(program: Program) -> dict[str, list[str]]:
+def kinds_of_blocks(program: Program) -> dict[str, list[str]]:
     """The outermost repeated blocks, equal ones together, by the name of the first."""
     shapes = {i.name: tuple(i.shape) for i in program.inputs if i.role is Role.PARAMETER}
     outermost = {name: blocks[0] for name, blocks in blocks_of(shapes).items() if blocks}

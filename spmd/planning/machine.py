@@ -77,6 +77,7 @@ class Software:
     bucket: float = math.inf
     adds: bool = True
     tokens: float | None = None
+    in_place: bool = True
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Machine:
         if ranks <= 1 or not size:
             return 0.0
         c = self.constants
-        on_host, hosts = self._hosts(ranks, stride)
+        on_host, hosts = self.hosts(ranks, stride)
         rounds = 2 if kind is Kind.ALL_REDUCE else 1
         seconds, rate = c.latency + rounds * (on_host - 1) * c.hop, self.gpu.nvlink * c.nvlink
         if hosts > 1:
@@ -160,13 +161,13 @@ class Machine:
         """
         if ranks <= 1 or not size:
             return 0.0
-        c, (on_host, hosts) = self.constants, self._hosts(ranks, stride)
+        c, (on_host, hosts) = self.constants, self.hosts(ranks, stride)
         near = size * (on_host - 1) / ranks / (self.gpu.nvlink * c.nvlink * 1e9)
         sent = size / copies * (hosts - 1) * (1 - (1 - 1 / hosts) ** copies)  # to hosts that have one of its experts
         far = sent / ((self.network or self.gpu.network) * (self.software.tokens or c.message) * 1e9)
         return c.latency + (on_host - 1) * c.hop + math.log2(hosts) * c.far_hop + max(near, far)
 
-    def _hosts(self, ranks: int, stride: int) -> tuple[int, int]:
+    def hosts(self, ranks: int, stride: int) -> tuple[int, int]:
         """How many of ``ranks`` are on one host, and how many hosts they are on."""
         on_host = max(1, min(ranks, self.per_host // stride)) if stride < self.per_host else 1
         return on_host, math.ceil(ranks / on_host)

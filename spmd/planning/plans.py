@@ -15,6 +15,7 @@ from .changes import MEANT, changes, duration, longer, size_of
 from .estimate import Estimate
 from .layout import Layout
 from .machine import Machine
+from .measured import HOST
 from .step_work import EXPERTS, SEQUENCE, TENSOR, StepWork
 
 
@@ -120,7 +121,8 @@ class Plans:
         assert chosen is not None, "there is a mode where a layout fits"
         recipe = self.recipes.get(chosen.layout.tensor)
         axes = (self.axes[0], TENSOR) if recipe else self.axes
-        return python(chosen, axes, self.memory, self.blocks, recipe)
+        text = python(chosen, axes, self.memory, self.blocks, recipe)
+        return text.replace('"cuda"', '"cpu"') if self.gpu == HOST else text
 
     def against(self, before: Plans | Mapping[str, Any]) -> list[str]:
         """Sentences on what changed since another plan, given as such or as its ``to_dict``, and why."""

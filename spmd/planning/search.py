@@ -9,9 +9,11 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from passes import Table
 from passes.communication.bucket_sizes import MAX_BYTES
-from passes.schedule.gpus import GPUS, Gpu
+from passes.schedule.gpus import Gpu
 
+from ..interpreter.young_collections import young_collections
 from ..modes.option_groups import check_memory
 from ..stages.schedules import Schedule
 from .blocks import Chosen, front
@@ -19,13 +21,14 @@ from .estimate import Work, choices, cut_of, estimate, uncounted
 from .fitted import CONSTANTS
 from .layout import Layout
 from .machine import Machine, Software
+from .measured import KINDS, measured
 from .plans import Candidate, Plans, uncounted_note
 from .step_work import CapturedStep
 
 RESERVED = 2e9  # bytes of a GPU that driver and NCCL take: an assumption
 SOFTWARE: Mapping[str, Software] = {
-    "aten": Software(unfused=1.0, launch=24e-6, per_step=2e-4, hides=0.6, bucket=MAX_BYTES),
-    "inductor": Software(unfused=0.0, launch=24e-6, per_step=2e-4, hides=0.6, bucket=MAX_BYTES),
+    "aten": Software(unfused=1.0, launch=24e-6, per_step=2e-4, hides=0.6, bucket=MAX_BYTES, in_place=False),
+    "inductor": Software(unfused=0.0, launch=24e-6, per_step=2e-4, hides=0.6, bucket=MAX_BYTES, in_place=False),
 }
 """Our programs, op by op or with islands. Launches and updates take what a GPT of 256 x 4 took on one H200 (README);
 that most of backward hides the reduction of what is replicated is an assumption."""
@@ -53,6 +56,7 @@ def plan(
     memory: int | str | None = None,
     rows: int | None = None,
     top: int = 10,
+    table: Table | None = None,
     **kwargs: Any,
 ) -> Plans:
     """The fastest layouts of ``step`` on ``gpus`` GPUs of a kind, by estimate; nothing of it runs.
@@ -60,22 +64,32 @@ def plan(
     ``step`` is what ``spmd.compile`` made with a ``DataParallel`` mode, the other arguments are those of one call with
     the whole batch; models may be on the meta device. ``per_host``: GPUs in a host, by default as they are sold.
     ``memory``: bytes of a GPU, or text such as "70GB", by default all but 2 GB. ``rows``: of the whole batch, if not as
-    many as in the arguments. ``top``: how many layouts are listed.
+    many as in the arguments. ``top``: how many layouts are listed. ``table``: rates that ``spmd calibrate`` measured on
+    such machines, in the place of published ones. ``gpu="CPU"`` stands for ranks of gloo on a core each.
 
     Raises ``TypeError`` for what is no compiled step, ``ValueError`` for an unknown GPU and for numbers that do not
     fit. Where nothing fits into memory, the result is false, and has how much is missing.
     """
     check(gpus, gpu, per_host, rows, top)
-    return search(CapturedStep(step, args, kwargs), gpus, gpu, per_host, memory, rows, top)
+    return search(CapturedStep(step, args, kwargs), gpus, gpu, per_host, memory, rows, top, table)
 
 
+@young_collections()
 def search(
-    step: CapturedStep, gpus: int, gpu: str, per_host: int | None, memory: int | str | None, rows: int | None, top: int
+    step: CapturedStep,
+    gpus: int,
+    gpu: str,
+    per_host: int | None,
+    memory: int | str | None,
+    rows: int | None,
+    top: int,
+    table: Table | None = None,
 ) -> Plans:
     """The same of a step whose captures are kept for other machines."""
     figures = check(gpus, gpu, per_host, rows, top)
     capacity = check_memory(memory) or int(figures.capacity * 1e9 - RESERVED)
     machine = Machine(figures, gpu, per_host or figures.domain, SOFTWARE[step.backend], CONSTANTS)
+    machine = measured(machine, table)
     first, found = step.of(), list[Candidate]()
     count = rows or first.rows
     for tensor, context, experts in _divisions(step, gpus, machine.per_host):
@@ -92,6 +106,7 @@ def search(
     shown = plans.best or plans.least
     unknown = uncounted(step.of(shown.layout.tensor, shown.layout.experts).work, shown.layout, machine)
     notes = [uncounted_note(op, seconds / shown.estimate.seconds) for op, seconds in unknown.items()]
+    notes += [f"compute and links are as fast as {table.name} says"] if table is not None else []
     return replace(plans, notes=(*plans.notes, *notes), recipes=step.recipes)
 
 
@@ -101,16 +116,16 @@ def check(gpus: Any, gpu: Any, per_host: Any, rows: Any, top: Any) -> Gpu:
         is_number = isinstance(given, int) and not isinstance(given, bool) and given > 0
         if not is_number and (given is not None or name in ("gpus", "top")):
             raise ValueError(f"expected {name} to be a number, 1 or more, got {given!r}")
-    if gpu not in GPUS:
-        raise ValueError(f"expected a GPU with published figures, one of {', '.join(GPUS)}, got {gpu!r}")
+    if gpu not in KINDS:
+        raise ValueError(f"expected a GPU with published figures, one of {', '.join(KINDS)}, got {gpu!r}")
     if per_host is not None and gpus > per_host and gpus % per_host:
         raise ValueError(f"expected gpus to fill hosts of {per_host}, got {gpus}")
-    return GPUS[gpu]
+    return KINDS[gpu]
 
 
 def _divisions(step: CapturedStep, gpus: int, per_host: int) -> Iterator[tuple[int, int, int]]:
     """Ranks along "tensor", ranks that split sequences, and ranks that divide experts, as far as the step has them."""
-    for tensor in (k for k in _TENSOR if gpus % k == 0 and k <= per_host and step.divides_tensor(k)):
+    for tensor in (k for k in _TENSOR if gpus % k == per_host % k == 0 and step.divides_tensor(k)):
         yield from ((tensor, k, 1) for k in _CONTEXT if gpus % (tensor * k) == 0 and step.divides_sequence(k))
     yield from ((1, 1, k) for k in _EXPERTS if gpus % k == 0 and step.divides_experts(k))
 
@@ -121,7 +136,7 @@ def _layouts(gpus: int, per_host: int, tensor: int, context: int, experts: int, 
     if rows % data:
         return
     own = rows // data
-    hosts = [per_host] if tensor * context * experts == 1 and data > per_host else []
+    hosts = [per_host] if tensor * context * experts == 1 and data > per_host and data % per_host == 0 else []
     splits = [Layout(gpus), Layout(gpus, "shard_optimizer")]
     for shard in [None, *hosts]:
         splits += [Layout(gpus, "fully_shard", shard=shard, keeps_gathered=kept) for kept in (False, True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -19,7 +19,7 @@ from ..modes.data_parallel import DataParallel
 from ..step import CompiledStep
 from .capture import captured, partitioned, partitioned_on, sections
 from .estimate import State, Traffic, Work
-from .kernels import Section
+from .kernels import Section, kinds_of_blocks
 from .recipes import recipe
 from .shorten import shortened
 
@@ -152,7 +152,7 @@ class CapturedStep:
             roles |= {"experts": EXPERTS, "batch": (batch, EXPERTS)}
         local = self._local(mesh, roles, self.recipes.get(tensor, {}))
         assert self._captured is not None, "a share is of what was captured"
-        return _work_of(local, self._given, self._captured[1], _SAMPLED * experts)
+        return _work_of(local, self._given, self._captured[1], _SAMPLED * experts, self.backend == "inductor")
 
     def _local(self, mesh: Mapping[str, int], roles: Mapping[str, Any], recipe: Mapping[str, int]) -> Program:
         """A rank's share on another mesh: of what was captured where that has as many axes, and so the same batch."""
@@ -192,17 +192,21 @@ def _along(placements: Mapping[str, Any], batch: str) -> dict[str, Any]:
     return {name: {batch: each} if isinstance(each, Placement) else each for name, each in given.items()}
 
 
-def _work_of(local: Program, given: DataParallel, counts: Mapping[str, int], ranks: int) -> StepWork:
-    """Sections and state of a rank's share; ``ranks`` have other rows. Raises ``ValueError`` without a batch."""
+def _work_of(local: Program, given: DataParallel, counts: Mapping[str, int], ranks: int, fuses: bool) -> StepWork:
+    """Sections and state of a rank's share; ``ranks`` have other rows, ``fuses``: with islands, too.
+
+    Raises ``ValueError`` without a batch.
+    """
     rows = [i for i in local.inputs if i.role is Role.BATCH and i.shape]
     if not rows:
         raise ValueError("expected a step with a batch among its arguments, of which ranks can have different rows")
     shape = rows[0].shape
     dim = given.input_batch_dim
     integers = [prod(i.shape) // i.shape[dim] for i in rows if i.dtype == torch.int64 and len(i.shape) > 1]
-    plain, fused = (_counted(sections(local, fused), counts) for fused in (False, True))
+    plain = _counted(sections(local, fused=False), counts)
+    fused = _counted(sections(local, fused=True), counts) if fuses else ()
     traffic = Traffic(keys=max(sum(k.keys.each for k in each.kernels[Phase.FORWARD]) for each in plain))
-    work = Work(plain, fused, _state(local, given), traffic)
+    work = Work(plain, fused, _state(local, given, counts), traffic)
     return StepWork(work, shape[dim] // ranks, max(integers, default=1), tuple(local.notes))
 
 
@@ -239,17 +243,34 @@ def unbound(step: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     return step, args
 
 
-def _state(local: Program, given: DataParallel) -> State:
-    """Bytes for each number: of parameters, of gradients like them, of the optimizer's state, and of what is sent."""
-    parameters = [i for i in local.inputs if i.role is Role.PARAMETER]
-    held = [(i.shape, i.dtype) for i in local.inputs if i.role is Role.OPTIMIZER_STATE]
+def _state(local: Program, given: DataParallel, counts: Mapping[str, int]) -> State:
+    """Bytes for each number: of parameters, of gradients like them, of the optimizer's state, and of what is sent.
+
+    They are means over the whole model, whose blocks may have another optimizer, or be frozen, unlike its ends.
+    """
+    kinds = kinds_of_blocks(local).items()
+    times = {f"{each}.": counts.get(kind, len(blocks)) / len(blocks) for kind, blocks in kinds for each in blocks}
+
+    def total(listed: Iterable[tuple[str | None, Sequence[int], int]]) -> float:
+        """Bytes of tensors, each with the parameter that it belongs to, its shape, and the size of its elements."""
+        return sum(
+            next((n for block, n in times.items() if (of or "").startswith(block)), 1.0) * prod(shape) * size
+            for of, shape, size in listed
+        )
+
+    parameters = [(i.name, i.shape, _size(i.dtype)) for i in local.inputs if i.role is Role.PARAMETER]
+    changed = {o.of or o.name for o in local.outputs if o.role in (Role.PARAMETER, Role.GRADIENT)}
+    held = [(i.of, i.shape, _size(i.dtype)) for i in local.inputs if i.role is Role.OPTIMIZER_STATE]
     made = [o for o in local.outputs if o.role is Role.OPTIMIZER_STATE and o.kind is not OutputKind.UPDATE]
-    count = sum(prod(i.shape) for i in parameters) or 1
-    weight = sum(prod(i.shape) * _size(i.dtype) for i in parameters) / count
-    optimizer = sum(prod(shape) * _size(dtype) for shape, dtype in [*held, *((o.shape, o.dtype) for o in made)]) / count
+    count = total((name, shape, 1) for name, shape, _ in parameters) or 1
     policy = given.mp_policy.param_dtype if given.mp_policy is not None else None
     narrow = given.wire.gather_dtype or policy
-    return State(weight, weight, optimizer, _size(narrow) if narrow is not None else None)
+    return State(
+        total(parameters) / count,
+        total(each for each in parameters if each[0] in changed) / count,
+        total([*held, *((o.of, o.shape, _size(o.dtype)) for o in made)]) / count,
+        _size(narrow) if narrow is not None else None,
+    )
 
 
 def _size(dtype: torch.dtype | None) -> int:

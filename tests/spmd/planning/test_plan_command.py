@@ -15,18 +15,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import passes
 import spmd
+from passes.analysis.collective_algorithms import BUILT_IN
+from passes.default_passes import with_micro_batches
+from passes.memory.peak_memory import planned_memory
 from passes.schedule.gpus import GPUS
+from passes.schedule.rates import BUILT_IN_CPU
 from spmd.cli import plan_command
 from spmd.cli.commands import main
 from spmd.planning.capture import partitioned
 from spmd.planning.estimate import estimate
 from spmd.planning.fitted import CONSTANTS
-from spmd.planning.layout import Layout
+from spmd.planning.layout import Layout, Style
 from spmd.planning.machine import Machine, Software
-from spmd.planning.search import recomputed, search
+from spmd.planning.search import SOFTWARE, recomputed, search
 from spmd.planning.step_work import CapturedStep
 from spmd.verification.world import simulated_world
 
@@ -97,6 +102,8 @@ def test_rows_and_hosts_decide_which_layouts_there_are() -> None:
     assert all(each.layout.rows * each.layout.micro_batches * each.layout.data == 64 for each in found.layouts)
     with pytest.raises(ValueError, match="rows divide among 24 GPUs, got 16 rows"):
         searched(24)
+    odd = search(captured(), 12, "H100", None, None, 48, 100).layouts  # hosts have 8
+    assert all(each.layout.shard is None and each.layout.data * each.layout.stages == 12 for each in odd)
 
 
 def test_a_model_that_fits_nowhere_is_described_by_how_much() -> None:
@@ -192,6 +199,19 @@ def test_it_ends_with_one_where_nothing_fits_and_two_for_a_wrong_argument(file: 
     assert run(f"{file}:train_step", "--gpus", "8", "--memory", "10KB") == 1
     assert run(f"{file}:other", "--gpus", "8") == 2
     assert run(f"{file}:train_step", "--gpus", "7") == 2
+    assert run(f"{file}:train_step", "--gpus", "8", "--table", str(file)) == 2  # no table
+
+
+@pytest.mark.usefixtures("known")
+def test_rates_that_were_measured_are_those_of_the_plan(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = file.with_name("costs.json")
+    replace(BUILT_IN, compute=BUILT_IN_CPU).write(costs)
+    given = ("--gpus", "2", "--gpu", "CPU", "--json")
+    assert run(f"{file}:train_step", *given) == run(f"{file}:train_step", *given, "--table", str(costs)) == 0
+    built_in, measured = (json.loads(each) for each in re.split(r"(?<=^})\n(?={)", capsys.readouterr().out, flags=re.M))
+    assert built_in["layouts"] == measured["layouts"]
+    assert measured["notes"][-1] == "compute and links are as fast as costs.json says"
+    assert 'init_device_mesh("cpu", (2,)' in measured["layouts"][0]["python"]
 
 
 @pytest.mark.usefixtures("known")
@@ -260,6 +280,37 @@ def test_machines_are_compared_in_a_table_and_on_a_page(file: Path, capsys: pyte
     capsys.readouterr()
     assert run(f"{file}:train_step", "--gpus", "8", "--page", str(file.with_name("none") / "plans.html")) == 2
     assert "expected a file that can be written" in capsys.readouterr().err
+
+
+def test_state_is_that_of_a_whole_model_whose_blocks_are_trained_and_whose_ends_are_frozen() -> None:
+    made = model(6)
+    blocks = [each for name, each in made.named_parameters() if name.startswith("1.")]
+    ends = [each.requires_grad_(False) for name, each in made.named_parameters() if not name.startswith("1.")]
+    args = made, torch.optim.Adam(blocks), torch.zeros(16, TOKENS, dtype=torch.long)
+    work = CapturedStep(train_step, args, {}).of().work
+    numbers = sum(each.count * each.parameters for each in work.plain)
+    trained, frozen = (4 * sum(each.numel() for each in listed) for listed in (blocks, ends))
+    assert work.state.weight * numbers == pytest.approx(trained + frozen)
+    assert work.state.gradient * numbers == pytest.approx(trained)
+    assert work.state.optimizer * numbers == pytest.approx(2 * trained, rel=0.01)  # and a count of steps
+
+
+@pytest.mark.parametrize("style, micro_batches", [("replicate", 1), ("shard_optimizer", 2)])
+def test_memory_is_what_our_programs_plan(style: Style, micro_batches: int) -> None:
+    layout = Layout(2, style, 8 / micro_batches, micro_batches)
+    machine = Machine(GPUS["H100"], "H100", 8, SOFTWARE["aten"], CONSTANTS)
+    found = estimate(captured().of().work, layout, machine)
+    made = model(4)
+    args = made, torch.optim.Adam(made.parameters()), torch.zeros(8, TOKENS, dtype=torch.long)
+
+    def mode(mesh: DeviceMesh) -> spmd.DataParallel:
+        sharded = style == "shard_optimizer"
+        return spmd.DataParallel("replicate", mesh=mesh, shard_optimizer=sharded, micro_batches=micro_batches)
+
+    pipeline = passes.default() if micro_batches == 1 else with_micro_batches(passes.default())
+    program = passes.run(partitioned(train_step, mode, args, {}, {"dp": 2}), pipeline, check=False)
+    planned = sum(each.peak for each in planned_memory(program).values())
+    assert found.peak == pytest.approx(planned, rel=0.12)
 
 
 def test_no_more_blocks_are_recomputed_than_memory_asks_for() -> None:
