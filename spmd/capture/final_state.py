@@ -79,6 +79,7 @@ class FinalState:
         _refuse_new_parameters(swap)
         _refuse_argument_gradients(swap)
         _refuse_replaced_parameters(swap)
+        _refuse_replaced_state(swap, reads)
         swap.skipped.check(swap.call.arguments.scalers)
         slots = [_final_value(swap, slot) for slot, _ in swap.pairs]
         skips: list[Any] = []
@@ -228,6 +229,18 @@ def _refuse_replaced_parameters(swap: StateSwap) -> None:
             raise CaptureError(
                 f"the step puts another tensor in the place of {name}, which the optimizer would not know: write into "
                 f"it, under torch.no_grad(), with {name}.copy_(value)"
+            )
+
+
+def _refuse_replaced_state(swap: StateSwap, reads: Reads) -> None:
+    names = {id(fake): name for name, fake in swap.fake_of.items()}
+    for path, optimizer, parameter, values in swap.states:
+        if dict.get(optimizer.state, parameter) is not values:
+            line = line_naming(reads.code, "state") or line_naming(reads.code, "load_state_dict")
+            raise CaptureError(
+                f"the step removes or replaces the state that {path} has of {names.get(id(parameter), 'a parameter')}"
+                f"{f' at {line}' if line else ''}, but programs are bound to it. Do so between calls, or write into "
+                "its tensors (state[parameter]['exp_avg'].zero_())"
             )
 
 

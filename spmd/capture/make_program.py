@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import CaptureError, Input, Program, Role
+from passes import CaptureError, Input, Program, Role, SpmdError
 from passes.ir.ops import Trait, has
 from passes.ir.origin import Origin
 
@@ -124,7 +124,7 @@ def _traced_with(
     function: Callable[..., Any], call: Call, known: Carried, live: Carried, sizes: TracedSizes
 ) -> tuple[Trace, fx.GraphModule] | None:
     try:
-        trace, first = _traced(function, call, known | live, sizes)
+        trace, first = _traced(function, call, known | live, sizes, takes_values=True)
     except LogsFound:
         raise
     except Exception:
@@ -139,20 +139,23 @@ def _traced(
     carried: Carried,
     sizes: TracedSizes,
     number_arguments: Collection[int] = (),
+    takes_values: bool = False,
 ) -> tuple[Trace, fx.GraphModule]:
     """Trace, again with more carried for as long as the step reads and writes Python state that is no input yet.
 
     And once more if it reads a tensor that is neither an argument nor state: it may be a constant. Containers that it
-    writes to get journals, unless it reads what they hold.
+    writes to get journals, unless it reads what they hold. If it cannot be traced with numbers that are symbols
+    (``module.train(self.calls < 3)``), their values take their places, but where ``takes_values`` says that it is of
+    no use.
     """
-    lifts_anywhere, fixed = False, set[int]()
+    lifts_anywhere, fixes_carried, fixed = False, False, set[int]()
     passed = {id(leaf.value.container): leaf.value for leaf in call.given.leaves if isinstance(leaf.value, Log)}
     logs, refused = [*(log.container for log in passed.values()), *carried.containers()], dict[int, Lines]()
     while True:
         call.count(carried.counters)
         reads = Reads(journals=Journals([each for each in logs if id(each) not in refused], refused))
         fakes = Fakes.of(call, carried, sizes)
-        trace = Trace(function, call, fakes, reads, carried, number_arguments, lifts_anywhere, fixed)
+        trace = Trace(function, call, fakes, reads, carried, number_arguments, lifts_anywhere, fixed, fixes_carried)
         try:
             return trace, trace.graph_module()
         except LogsFound:
@@ -168,10 +171,12 @@ def _traced(
             elif reads.journals.by_id:  # it may be one of C code that reads a container of which it sees nothing
                 refused |= reads.journals.all()
                 _check_logs(passed, refused)
-            elif lifts_anywhere or not is_from_outside(error):
+            elif not lifts_anywhere and is_from_outside(error):
+                lifts_anywhere = True
+            elif takes_values or fixes_carried or not carried.numbers or isinstance(error, SpmdError):
                 raise
             else:
-                lifts_anywhere = True
+                fixes_carried = True
 
 
 def _check_logs(passed: Mapping[int, Log], refused: Collection[int]) -> None:

@@ -42,6 +42,7 @@ class StateSwap:
         self.live_of = {slot.input.name: slot.get() for slot, _ in parameters}
         self.skipped = SkippedSteps()
         self.fake_state: dict[int, dict[Any, Any]] = {}  # by the id of the live state dict of one parameter
+        self.states: list[tuple[str, torch.optim.Optimizer, Any, Any]] = []  # (name, optimizer, parameter, its state)
         self.entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # (holder, key, fake) of swapped entries
         self.attributes: list[Snapshot] = []  # of modules and optimizers, as the step finds them
         self.groups: list[
@@ -130,7 +131,7 @@ class StateSwap:
         live = optimizer.state
         stack.callback(setattr, optimizer, "state", live)
         if id(live) not in states:
-            states[id(live)] = self._fake_optimizer_state(optimizer)
+            states[id(live)] = self._fake_optimizer_state(path, optimizer)
         optimizer.state = states[id(live)]
         stack.enter_context(contain_group_list_effects(path, optimizer.param_groups))
         for group in optimizer.param_groups:
@@ -156,13 +157,15 @@ class StateSwap:
                 found.setdefault(id(group), (path, index, group, dict(group)))
         return list(found.values())
 
-    def _fake_optimizer_state(self, optimizer: torch.optim.Optimizer) -> WatchedState:
+    def _fake_optimizer_state(self, path: str, optimizer: torch.optim.Optimizer) -> WatchedState:
         state = WatchedState(self._note_read)
         for key, values in optimizer.state.items():
             fakes = {k: self.by_id.get(id(v), v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
             self.fake_state[id(values)] = fakes
             is_others = isinstance(key, torch.Tensor) and id(key) not in self.by_id  # it counts, and is not written
-            state[self.by_id.get(id(key), key)] = MappingProxyType(fakes) if is_others else fakes
+            key, held = self.by_id.get(id(key), key), MappingProxyType(fakes) if is_others else fakes
+            state[key] = held
+            self.states.append((path, optimizer, key, held))
         return state
 
     @contextmanager

@@ -38,6 +38,7 @@ from ..call.state import Leaf, StateRef, submodules_of
 from ..python_state.effects.carried import Carried
 from ..python_state.effects.cleared_gradients import ClearedGradients
 from ..python_state.effects.containers import ArgumentEntry, Containers
+from ..python_state.effects.lasting_hooks import refuse_lasting_hooks
 from ..python_state.reads import Change, Reads, ReadSite
 from ..python_state.reads.clocks import refused_clocks
 from .attached import attached_attributes, attached_objects
@@ -74,6 +75,7 @@ class Trace:
     number_arguments: Collection[int] = ()  # which calls take numbers as they are; see ``NumberArguments``
     lifts_anywhere: bool = False  # whether tensors that are no arguments, wherever the step reads them, are constants
     fixed_numbers: Collection[int] = ()  # which numbers that the step takes out of state are fixed
+    fixes_carried: bool = False  # whether numbers that are inputs are their values, each with a program of its own
     final: FinalState | None = None
     branches: list[Branch] = field(default_factory=list)
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient the step clears before it reads it
@@ -108,6 +110,7 @@ class Trace:
         fakes = self.fakes.as_traced(flat)
         with ExitStack() as stack:
             numbers = fakes.hyper_parameters[len(self.call.hyper_parameters) :]
+            numbers = [_value_of(number) if self.fixes_carried else number for number in numbers]
             count = len(self.carried.numbers)
             self._numbers = dict(zip(self.carried.leaves, numbers[count:], strict=True))
             stack.enter_context(self.carried.swapped(numbers[:count], fakes.kept))
@@ -167,6 +170,7 @@ class Trace:
             refused_clocks(),
             tensors_as_text(),
             ids_of_live_state(swap.live_and_fakes),
+            refuse_lasting_hooks(self._submodules(), swap.fake_of, self.reads),
         ):
             result = self.function(*args, **kwargs)
         self.entries = list(containers.changes(names))
@@ -221,6 +225,12 @@ class Trace:
 
 
 _OF_MODULES = (Role.PARAMETER, Role.BUFFER)
+
+
+def _value_of(number: Any) -> Any:
+    """The value of a symbol, of which the program holds for no other; any other number as it is."""
+    kinds = {torch.SymInt: int, torch.SymFloat: float}
+    return kinds.get(type(number), lambda value: value)(number)
 
 
 def _hooks_on(parameter: torch.Tensor) -> list[Any]:

@@ -65,7 +65,8 @@ def globals_in(code: types.CodeType, variables: dict[str, Any]) -> Iterator[tupl
     """(dict, key, file or module) of each global that ``code`` reads or writes, reached through modules."""
     where = os.path.basename(code.co_filename)
     written = names_in(code, "STORE_GLOBAL")
-    for chain in (*global_chains(code), *((name,) for name in written)):
+    texts = [each for each in code.co_consts if isinstance(each, str)] if "globals" in code.co_names else []
+    for chain in (*global_chains(code), *((name,) for name in (*written, *texts))):
         found = _follow(chain, variables, where)
         if found is not None and (found[0].get(found[1], MISSING) is not MISSING or chain[0] in written):
             yield found

@@ -159,7 +159,8 @@ class Watching:
 
     def _note_missing(self, instance: Any, fields: dict[str, Any], key: str) -> None:
         """Record that an instance has no attribute ``key``, as ``hasattr`` may ask."""
-        is_users = not is_foreign_module(type(instance).__module__) or isinstance(instance, nn.Module)
+        cls = type(instance)
+        is_users = not is_foreign_module(cls.__module__) or cls in _SETTINGS or isinstance(instance, nn.Module)
         if is_users and instance not in self._reads.new:
             owned = isinstance(instance, tuple(GUARDED_ELSEWHERE))
             self._note("item", fields, key, f"{self._name(instance)}.{key}", owned)
@@ -246,6 +247,8 @@ class Watching:
         if not self._attributes.watch(cls):
             for field_name in getattr(value, "__dict__", ()):
                 self._note("item", vars(value), field_name, f"{name}.{field_name}")
+            if hasattr(value, "__dict__") and value not in self._reads.new:  # ``hasattr`` asks for others
+                self._note("names", vars(value), "", f"which attributes {name} has", owned=True)
 
     def _follow_module(self, module: nn.Module, name: str) -> None:
         """Record of a module that is no argument what is guarded as a whole of those that are."""

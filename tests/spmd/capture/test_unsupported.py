@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +187,24 @@ def adds_a_group(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
+def clears_state(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.state.clear()
+
+
+def replaces_state(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.state = defaultdict(dict)
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def registers_a_hook(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+
+
+def registers_a_hook_of_a_module(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    model[0].register_forward_hook(lambda module, given, result: result * 2)
+
+
 def hides_tensors(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return SimpleNamespace(loss=model(x).sum())
 
@@ -201,6 +220,8 @@ async def awaits(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
 LEFT_BEHIND: dict[Callable[..., Any], str] = {
     assigns_a_parameter: r"in the place of model.0.weight.*copy_",
     adds_a_group: r"number of optimizer.param_groups.*outside",
+    registers_a_hook: r"registers or removes a hook of model.0.weight at .*register_hook.*handle.remove",
+    registers_a_hook_of_a_module: r"registers or removes a hook of model.0 at .*register_forward_hook.*handle.remove",
     hides_tensors: "returns a SimpleNamespace that holds tensors.*dataclasses",
     yields: "returns a generator.*plain function",
     awaits: "returns a coroutine.*plain function",
@@ -213,6 +234,16 @@ LEFT_BEHIND: dict[Callable[..., Any], str] = {
 def test_a_change_that_no_graph_can_repeat_is_refused(step: Callable[..., Any], words: str) -> None:
     model, optimizer = CASE.build()
     with unchanged(model, optimizer), pytest.raises(spmd.CaptureError, match=f"(?s){words}"):
+        spmd.compile(step)(model, optimizer, *CASE.part(0, 0))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("step", [clears_state, replaces_state])
+def test_state_that_the_step_removes_or_replaces_is_refused(step: Callable[..., Any]) -> None:
+    model, optimizer = CASE.build()
+    CASE.step(model, optimizer, *CASE.part(0, 0))
+    words = r"removes or replaces the state that optimizer has of model.0.weight at .*\.py:.*between calls.*zero_"
+    with unchanged(model, optimizer), pytest.raises(spmd.CaptureError, match=words):
         spmd.compile(step)(model, optimizer, *CASE.part(0, 0))
 
 

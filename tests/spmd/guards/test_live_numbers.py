@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -408,3 +409,28 @@ def test_what_a_counter_and_a_value_are_is_what_they_are_in_the_plain_step() -> 
     for _ in range(4):
         torch.testing.assert_close(step(x), plain.step(x), rtol=1e-15, atol=0)
     assert vars(counts) == pytest.approx(vars(plain)) and len(step.programs) <= 2
+
+
+class Warming(Counts):
+    """A counter that torch and numpy must see as the number that it is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def step(self, x: Tensor) -> Tensor:
+        self.model.train(self.calls < 2)
+        positions = torch.arange(self.calls + 1, dtype=x.dtype)
+        loss = (self.model(x) * float(np.cos(self.calls))).sum() + positions.sum()
+        self.calls += 1
+        return loss
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_counter_that_takes_no_symbol_has_a_program_for_each_value() -> None:
+    plain, counts = Warming(nn.Dropout(0.0)), Warming(nn.Dropout(0.0))
+    step, x = spmd.compile(counts.step), torch.arange(4.0, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="a program for each value of"):
+        for _ in range(4):
+            torch.testing.assert_close(step(x), plain.step(x), rtol=1e-15, atol=0)
+            assert counts.calls == plain.calls and counts.model.training == plain.model.training

@@ -5,6 +5,7 @@ Each is changed between two calls; the compiled step must compile anew and then 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import pickle
 import sys
@@ -23,6 +24,7 @@ import spmd
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.slow]
 
 settings = types.ModuleType("settings_of_the_user")
+arguments, namespace, read_by_name = argparse.Namespace(), types.SimpleNamespace(), 1.0
 recent, user_dict = deque([1.0, 2.0], maxlen=2), UserDict(scale=1.0)
 dropout, chain = nn.Dropout(1.0).eval(), nn.Sequential(nn.Tanh())
 
@@ -145,6 +147,18 @@ CHANGES: dict[str, tuple[Step, Callable[[pytest.MonkeyPatch], None]]] = {
     "one that was not there": (
         lambda x: x * getattr(heir, "power", 1.0),
         lambda m: m.setattr(Heir, "power", 3.0, raising=False),
+    ),
+    "one that settings had not": (
+        lambda x: x * getattr(arguments, "scale", 1.0),
+        lambda m: m.setattr(arguments, "scale", 0.5, raising=False),
+    ),
+    "one that a namespace had not": (
+        lambda x: x * 2 if hasattr(namespace, "scale") else x,
+        lambda m: m.setattr(namespace, "scale", 0.5, raising=False),
+    ),
+    "a global read off globals()": (
+        lambda x: x * globals()["read_by_name"],
+        lambda m: m.setitem(globals(), "read_by_name", 0.5),
     ),
     "a container of a class": (
         lambda x: x * Table.powers["powers"][0],
