@@ -133,7 +133,7 @@ class StateSwap:
         if id(live) not in states:
             states[id(live)] = self._fake_optimizer_state(path, optimizer)
         optimizer.state = states[id(live)]
-        stack.enter_context(contain_group_list_effects(path, optimizer.param_groups))
+        stack.enter_context(contain_group_list_effects(path, optimizer))
         for group in optimizer.param_groups:
             stack.enter_context(_restored(group))
             # A parameter without a fake is a fake already: two optimizers share the group.

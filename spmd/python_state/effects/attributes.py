@@ -86,15 +86,19 @@ def restored_attributes(owners: Iterable[tuple[str, Any]]) -> Iterator[list[Snap
 
 
 @contextmanager
-def contain_group_list_effects(path: str, groups: list[dict[str, Any]]) -> Iterator[None]:
+def contain_group_list_effects(path: str, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Raise ``CaptureError`` if the step adds or removes parameter groups; the list is restored in any case."""
-    before = list(groups)
+    groups, before = optimizer.param_groups, list(optimizer.param_groups)
     try:
         yield
+        if vars(optimizer).get("param_groups", groups) is not groups:
+            raise CaptureError(f"the step replaces {path}.param_groups. Write into the groups, or do so outside")
         if len(groups) != len(before):
             raise CaptureError(f"the step changes the number of {path}.param_groups. Do so outside of the step")
     finally:
         groups[:] = before
+        if vars(optimizer).get("param_groups", groups) is not groups:
+            optimizer.param_groups = groups
 
 
 def _snapshots(value: Any) -> list[ContainerSnapshot]:

@@ -7,24 +7,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from passes import CaptureError
 
-from ..._torch import HOOK_DICTS, accumulation_hooks, gradient_hooks
+from ..._torch import HOOK_DICTS, OPTIMIZER_HOOK_DICTS, accumulation_hooks, global_hooks, gradient_hooks
 from ..lines import line_naming
 from ..reads import Reads
 
 
 @contextmanager
 def refuse_lasting_hooks(
-    modules: Iterable[tuple[str, nn.Module]], parameters: Mapping[str, torch.Tensor], reads: Reads
+    owners: Iterable[tuple[str, Any]], parameters: Mapping[str, torch.Tensor], reads: Reads
 ) -> Iterator[None]:
-    """Raise ``CaptureError`` if the step leaves other hooks than it found; modules have theirs back in any case.
+    """Raise ``CaptureError`` if the step leaves other hooks than it found; ``owners`` have theirs back in any case.
 
-    ``parameters`` are fakes, whose hooks end with the trace.
+    These are modules and optimizers. ``parameters`` are fakes, whose hooks end with the trace.
     """
-    found = [(name, vars(module)[key]) for name, module in modules for key in HOOK_DICTS]
+    found = [(name, vars(owner).get(key, {})) for name, owner in owners for key in HOOK_DICTS | OPTIMIZER_HOOK_DICTS]
+    found += [("all modules or optimizers", hooks) for hooks in global_hooks()]
     before = [(name, hooks, dict(hooks)) for name, hooks in found]
     of_parameters = {name: _hooks_on(parameter) for name, parameter in parameters.items()}
     try:

@@ -205,6 +205,14 @@ def registers_a_hook_of_a_module(model: Any, optimizer: Any, x: Tensor, y: Tenso
     model[0].register_forward_hook(lambda module, given, result: result * 2)
 
 
+def registers_a_hook_of_an_optimizer(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: None)
+
+
+def replaces_groups(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+
+
 def hides_tensors(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return SimpleNamespace(loss=model(x).sum())
 
@@ -222,6 +230,8 @@ LEFT_BEHIND: dict[Callable[..., Any], str] = {
     adds_a_group: r"number of optimizer.param_groups.*outside",
     registers_a_hook: r"registers or removes a hook of model.0.weight at .*register_hook.*handle.remove",
     registers_a_hook_of_a_module: r"registers or removes a hook of model.0 at .*register_forward_hook.*handle.remove",
+    registers_a_hook_of_an_optimizer: r"registers or removes a hook of optimizer at .*register_step_post_hook",
+    replaces_groups: r"replaces optimizer.param_groups.*outside",
     hides_tensors: "returns a SimpleNamespace that holds tensors.*dataclasses",
     yields: "returns a generator.*plain function",
     awaits: "returns a coroutine.*plain function",
