@@ -20,6 +20,7 @@ from tests.harness.pool import Ranks
 
 from .trainings import HUGGING_FACE, TOKENS, WIDTH, Layer, Training, masked, metrics, with_sgd
 
+STEPS = 20
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 TWO: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4}
 
@@ -36,10 +37,10 @@ def trained(case: Case, step: Any, batches: list[Any]) -> list[Snapshot]:
 
 
 def beside_plain(rank: int, world: int, case: Case, sizes: dict[str, int], mode: dict[str, Any]) -> list[str]:
-    """What differs on a mesh of these sizes, in four steps."""
+    """What differs on a mesh of these sizes."""
     mesh, parts = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), sizes.get("dp", 1)
     own = mesh["dp"].get_local_rank() if "dp" in sizes else 0
-    batches = [[case.part(part, step) for part in range(parts)] for step in range(4)]
+    batches = [[case.part(part, step) for part in range(parts)] for step in range(STEPS)]
     compiled = spmd.compile(case.step, parallel_mode=spmd.DataParallel(mesh=mesh, **mode))
     got = trained(case, compiled, [each[own] for each in batches])
     expected = trained(case, case.step, [case.whole(each) for each in batches])
