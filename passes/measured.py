@@ -116,16 +116,16 @@ def _named(run: str, node: fx.Node) -> str:
 
 def collectives_of_call(program: Program) -> dict[str, str]:
     """The collective that each node starts or waits for, by the names of ``MeasuredTime``, in the order of a call."""
-    found, sent = dict[str, str](), defaultdict[str, list[str]](list)
+    found, under_way = dict[str, str](), defaultdict[str, list[str]](list)  # messages, by channel
     for run, role, node in _nodes_of_call(program):
         started, name = collective_of(node), _named(run, node)
         if started is not None:
             found[name] = _named(run, started)
             if started is node and is_message(node):
-                sent[f"pending.sent.{channel_of(node)}"].append(name)
-        elif is_wait(node) and role:  # for what a program before has sent
-            inputs = program.stages.programs[role].inputs
-            found[name] = sent[inputs[_position(node.args[0])].name].pop(0)
+                under_way[channel_of(node)].append(name)
+        elif is_wait(node) and role:  # for a message that a program before has started: pending.sent.CHANNEL
+            _, _, channel = program.stages.programs[role].inputs[_position(node.args[0])].name.split(".", 2)
+            found[name] = under_way[channel].pop(0)
     return found
 
 

@@ -301,6 +301,8 @@ class _Watch:
             text = f"{node.name}: {declared.role} {declared.name}, as it came into the call"
         elif started is not None:
             text = f"{_RECEIVED} {node.name}, {started.meta['collective'].why or started.name}"
+        elif is_wait(node):  # for a message that a program before has started
+            text = f"{_RECEIVED} {node.name}, {run.inputs[node.all_input_nodes[0].name].name}"
         operands = tuple(
             f"{each.name}: {found}" for each in node.all_input_nodes if (found := self._ranges.get((rank, each.name)))
         )
