@@ -43,23 +43,23 @@ class _MessageThread(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="spmd messages", daemon=True)
-        self._given, self._done = SimpleQueue[Any](), SimpleQueue[PeerLostError | None]()
+        self._given, self._done = SimpleQueue[list[Any]](), SimpleQueue[Exception | None]()
         self.start()
 
     def run(self) -> None:
-        while True:
-            try:
-                _finish(self._given.get(), _MESSAGE)
-                self._done.put(None)
-            except PeerLostError as error:
-                self._done.put(error)
+        while given := self._given.get():
+            self._done.put(_failure(given.pop()))
 
     def wait(self, work: Any) -> None:
         """Wait for a message. Raises ``PeerLostError``, or what the handler of a signal raises."""
-        self._given.put(work)
+        self._given.put([work])
         error = self._done.get()
         if error is not None:
             raise error
+
+    def end(self) -> None:
+        """End, once what it waits for does."""
+        self._given.put([])
 
 
 _idle = list[_MessageThread]()
@@ -68,7 +68,8 @@ _idle = list[_MessageThread]()
 def _wait_for_message(work: Any) -> None:
     """Wait for a message without slices, which gloo does not have, and answer signals all the same.
 
-    A thread whose wait was interrupted is used no more: it ends its wait once the group is closed.
+    A thread whose wait was interrupted is used no more: its wait, and with that the thread, ends once the group is
+    closed.
     """
     if threading.current_thread() is not threading.main_thread():
         _finish(work, _MESSAGE)
@@ -78,10 +79,19 @@ def _wait_for_message(work: Any) -> None:
         thread = _MessageThread()
     try:
         thread.wait(work)
-    except PeerLostError:
-        _idle.append(thread)
+    except BaseException:
+        thread.end()
         raise
     _idle.append(thread)
+
+
+def _failure(work: Any) -> Exception | None:
+    """What the wait for a message raises."""
+    try:
+        _finish(work, _MESSAGE)
+    except Exception as error:
+        return error
+    return None
 
 
 def is_done(work: Any, seconds: float) -> bool:
