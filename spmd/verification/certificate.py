@@ -319,6 +319,7 @@ class _BundleCertification:
                 going = [steps for steps, _ in blocked]
                 if going and before == (len(going), self.messages.moves):
                     raise LockstepError("the ranks wait for each other for ever", blocked[0][1])
+            self.messages.check_received()
         except LockstepError as error:
             nodes, line = self._nodes(), str(error.node.meta.get("source", ""))
             return Certificate("wrong", len(self.ranks), nodes, 0, "", str(error.node), line, str(error))
@@ -345,6 +346,12 @@ class _BundleCertification:
                 given = {each.name: after[each.given] for each in bundles[k].channels if each.given in after}
                 channels[k].put(role, after | given)
                 self.after[numbers[k]] |= {name: (certification, machine, value) for name, value in after.items()}
+        for message in flying:
+            raise LockstepError(f"{message.nodes[0]} is never waited for", message.nodes[0])
+        left = (each for role in order for each in _returned(bundles[0].programs[role]))
+        returned = [each for each in left if each[0] is not OutputKind.PENDING]
+        if self.micro is not None and returned != _returned(self.captured):
+            raise LockstepError("a rank returns other values than the step does", programs[0].output_node)
 
     def _inputs(
         self, certification: Certification, number: int, program: Program, taken: Mapping[str, Any], ends: bool

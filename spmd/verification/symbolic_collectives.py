@@ -45,13 +45,13 @@ class _InFlight:
 class _Message:
     """A send or a recv of each rank that is looked at, on the machines that started it.
 
-    ``sent``: the operands of sends, each with a copy of what it was at the start.
+    ``kept``: operands of sends, and memory for what is received, each with a copy of what it was at the start.
     """
 
     machines: Sequence[Machine]
     nodes: Sequence[fx.Node]
     results: list[Any]
-    sent: list[tuple[Tensor, Tensor]]
+    kept: list[tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -61,6 +61,11 @@ class Messages:
     letters: dict[Any, deque[tuple[fx.Node, Tensor]]] = field(default_factory=lambda: defaultdict(deque))
     moves: int = 0  # how often something was sent or received
     axis: str = ""  # along which ranks run other programs
+
+    def check_received(self) -> None:
+        """Raise ``LockstepError`` for a message that nobody has received."""
+        for node, _ in (letter for letters in self.letters.values() for letter in letters):
+            raise LockstepError(f"nobody receives what {node} sends ({channel_of(node)})", node)
 
 
 @dataclass(frozen=True)
@@ -119,29 +124,31 @@ class Collectives:
 
     def start_message(self, nodes: Sequence[fx.Node]) -> None:
         """Send what each rank sends, or make place for what it receives."""
-        results, operands = [], list[tuple[Tensor, Tensor]]()
+        results, kept = [], list[tuple[Tensor, Tensor]]()
         for machine, node in zip(self.ranks, nodes, strict=True):
             out, val = argument(node, "out"), node.meta["val"]
             result = machine.value(out) if out is not None else machine.unknown(val.shape, val.dtype)
             if kind_of(node) is Kind.SEND:
                 sent, lying = machine.read(argument(node, "x")).clone(), machine.value(argument(node, "x"))
-                operands.append((lying, lying.clone()))
                 self._messages.letters[ends_of(machine.program, node)].append((node, sent))
                 self._messages.moves += 1
             else:
                 machine.poison([result])
+                lying = result
+            kept.append((lying, lying.clone()))
             machine.keep_result(node, result, out)
             results.append(result)
-        self._under_way.append(_Message(self.ranks, nodes, results, operands))
+        self._under_way.append(_Message(self.ranks, nodes, results, kept))
 
     def end_messages(self, nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
         """Finish the messages that are waited for; yields while one has not come."""
         value = self.ranks[0].env[nodes[0].args[0]]  # type: ignore[index]
         for each in [message for message in self._under_way if message.results[0] is value]:
             self._under_way.remove(each)
-            if not all(torch.equal(*_bits(pair)) for pair in each.sent):
+            if not all(torch.equal(*_bits(pair)) for pair in each.kept):
                 first = each.nodes[0]
-                raise LockstepError(f"the operand of {first} is overwritten before it is waited for", first)
+                what = "operand" if kind_of(first) is Kind.SEND else "memory"
+                raise LockstepError(f"the {what} of {first} is overwritten before it is waited for", first)
             for machine, node, result in zip(each.machines, each.nodes, each.results, strict=True):
                 letters = self._messages.letters[ends_of(machine.program, node)]
                 if kind_of(node) is Kind.SEND:
