@@ -138,7 +138,7 @@ def same_functions(was: Mapping[str, Sequence[Any]], now: Mapping[str, Sequence[
 def _digest(name: str, namespace: dict[str, Any]) -> list[Any]:
     """That of a module of torch is made once, as long as all in it stays what it is: to make all takes 25 ms."""
     known = _known.get(name)
-    if known is None or not known.holds():
+    if known is None or not known.holds(namespace):
         classes = [each for each in [*namespace.values()] if isinstance(each, type) and each.__module__ == name]
         known = _Looked([namespace, *map(vars, classes)], _made(name, namespace))
         if name not in _OF_PYTHON:  # builtins has the last value of an interactive session, which is not kept alive
@@ -154,8 +154,10 @@ class _Looked:
         functions = [function for each in self._entries for function in _functions_in(each)]
         self._functions, self._codes = functions, [each.__code__ for each in functions]
 
-    def holds(self) -> bool:
-        """Whether all of these are the same objects still."""
+    def holds(self, namespace: Mapping[str, Any]) -> bool:
+        """Whether these are the entries of that module, and the same objects still."""
+        if namespace is not self._places[0]:  # another module has its name now
+            return False
         entries, codes = _entries(self._places), map(operator.attrgetter("__code__"), self._functions)
         is_same = len(entries) == len(self._entries) and all(map(operator.is_, entries, self._entries))
         return is_same and all(map(operator.is_, codes, self._codes))

@@ -171,6 +171,9 @@ CHANGES: dict[str, Change] = {
     "a function made in C": lambda m, model, o, p: p.setattr(torch, "tanh", torch.sin),
     "a method of torch's modules": lambda m, model, o, p: p.setattr(nn.Linear, "forward", lambda self, x: x),
     "a method of tensors": lambda m, model, o, p: p.setattr(torch.Tensor, "__add__", torch.Tensor.__sub__),
+    "another module in the place of torch's": lambda m, model, o, p: p.setitem(
+        sys.modules, "torch.nn.modules.linear", types.ModuleType("torch.nn.modules.linear")
+    ),
     "the optimizer's function": lambda m, model, o, p: p.setattr(
         sys.modules["torch.optim.sgd"], "sgd", torch.optim.SGD
     ),
