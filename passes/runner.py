@@ -13,6 +13,8 @@ from .ir.bundle import Bundle
 from .ir.check import check as check_program
 from .ir.infer_shapes import fill_vals
 from .ir.program import Program
+from .ir.region import Island
+from .regions.form_islands import FormIslands
 from .unexpected_errors import REPORT, describe_op
 from .update.split_micro_batches import SplitMicroBatches
 
@@ -39,12 +41,14 @@ def run(
     """
     passes = tuple(passes)
     _validate(program, passes)
+    answers: list[Sequence[bool]] = []
     try:
-        return _run(program, passes, on_stage, check)
+        return _run(program, tuple(_noting(each, answers) for each in passes), on_stage, check)
     except PassError as error:
         failure = error
     if check:  # one of ours, behind which nothing was checked, may have broken what a later one stumbled over
-        _run(program, passes, None, check, each_time=True)
+        known = iter(answers)
+        _run(program, tuple(_answered(each, known) for each in passes), None, check, each_time=True)
     raise failure
 
 
@@ -63,6 +67,21 @@ def _run(
         done.stages = replace(done.stages, programs=_Finished(done, program.stages, passes))
     done.graph_module = LazyGraphModule(done.graph_module, done.graph)
     return done
+
+
+def _noting(each: Pass, answers: list[Sequence[bool]]) -> Pass:
+    """The same pass; what it chooses, maybe together with other ranks, is noted."""
+
+    def choose(found: Sequence[Island]) -> Sequence[bool]:
+        answers.append(each.choose(found))  # type: ignore[attr-defined]
+        return answers[-1]
+
+    return replace(each, choose=choose) if isinstance(each, FormIslands) else each
+
+
+def _answered(each: Pass, answers: Iterator[Sequence[bool]]) -> Pass:
+    """The same pass, which gets these answers: other ranks may not have failed, and would not take part again."""
+    return replace(each, choose=lambda _: next(answers)) if isinstance(each, FormIslands) else each
 
 
 def _stage(number: int, each: Pass, program: Program, promised: Program | None) -> float:

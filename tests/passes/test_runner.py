@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from passes import (
     BucketAllReduce,
     DeadCode,
     DropDetach,
+    FormIslands,
     MergeEqual,
     Pass,
     PassError,
@@ -136,6 +138,18 @@ def test_a_pass_of_ours_that_breaks_a_program_is_named_though_only_the_last_chec
     with pytest.raises(PassError, match=r"pass DropDetach, stage 03 of program, failed: neg .* writes") as caught:
         run(program(), [MergeEqual(), DropDetach(), DeadCode(), StartEarly()])
     assert caught.value.__notes__ == ["before it: 02 MergeEqual: nothing to do"]
+
+
+def test_other_ranks_are_asked_once_though_passes_run_again_to_find_the_first_that_is_broken() -> None:
+    asked: list[int] = []
+
+    def choose(found: Sequence[Any]) -> list[bool]:
+        asked.append(len(found))
+        return [False] * len(found)
+
+    with pytest.raises(PassError, match="pass Break.*no idea"):
+        run(program(), [FormIslands(min_ops=1, choose=choose), Break("raise")])
+    assert asked == [1]
 
 
 def test_checks_can_be_left_out() -> None:
