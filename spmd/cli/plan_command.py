@@ -81,6 +81,8 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     options = {name: getattr(arguments, name) for name in ("per_host", "memory", "rows", "top")}
     machines = [(gpu, gpus) for gpu in arguments.gpu.split(",") for gpus in arguments.gpus]
     found, reasons = list[Plans](), list[str]()
+    if arguments.table and len({gpu for gpu, _ in machines}) > 1:
+        parser.error(f"expected --table with one kind of GPUs, those that it measured, got --gpu {arguments.gpu}")
     try:
         options["table"] = Table.read(arguments.table) if arguments.table else None
         for gpu, gpus in machines:

@@ -195,11 +195,15 @@ def test_json_has_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.usefixtures("known")
-def test_it_ends_with_one_where_nothing_fits_and_two_for_a_wrong_argument(file: Path) -> None:
+def test_it_ends_with_one_where_nothing_fits_and_two_for_a_wrong_argument(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(f"{file}:train_step", "--gpus", "8", "--memory", "10KB") == 1
     assert run(f"{file}:other", "--gpus", "8") == 2
     assert run(f"{file}:train_step", "--gpus", "7") == 2
     assert run(f"{file}:train_step", "--gpus", "8", "--table", str(file)) == 2  # no table
+    assert run(f"{file}:train_step", "--gpus", "8", "--gpu", "A100,H100", "--table", str(file)) == 2
+    assert "expected --table with one kind of GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("known")
