@@ -52,7 +52,9 @@ class StageRuns:
         bundle: Bundle = program.stages
         coordinate = bundle.coordinate_of(program)
         executable = BundleExecutable(bundle, coordinate, arenas, commit, regions)
-        return cls(program, arenas, executable, unconnected=ends_on_nccl(bundle))
+        is_on_nccl = any(each.name == bundle.axis and each.backend == "nccl" for each in program.mesh.axes)
+        # To look at programs of other ranks runs all passes over them.
+        return cls(program, arenas, executable, unconnected=ends_on_nccl(bundle) if is_on_nccl else [])
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Run a call; None stands for the updates, which the programs write in place."""
