@@ -277,7 +277,7 @@ KEYS: tuple[Key, ...] = (
         OpOverload,
         "the functional op that a node performs by an out variant",
         (_MEMORY,),
-        (_MEMORY, _SCHEDULE, "tests/harness/structure.py"),
+        (_MEMORY, _SCHEDULE, "spmd/verification", "tests/harness/structure.py"),
         None,
     ),
     Key(

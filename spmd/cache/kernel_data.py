@@ -95,7 +95,9 @@ def surroundings_of_kernels() -> list[Any]:
 def _described(custom: Any) -> str:
     """A pass of a user's in Inductor: what it says that it is, or the digest of its code."""
     if hasattr(custom, "uuid"):
-        return str(custom.uuid())
+        if (known := custom.uuid()) is None:
+            raise NotCachedError("a pass of Inductor has no uuid, by which it asks not to be kept")
+        return str(known)
     call = custom if hasattr(custom, "__code__") else type(custom).__call__
     return code_digest(call.__code__) if hasattr(call, "__code__") else repr(custom)
 

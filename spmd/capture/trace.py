@@ -170,7 +170,9 @@ class Trace:
             refused_clocks(),
             tensors_as_text(),
             ids_of_live_state(swap.live_and_fakes),
-            refuse_lasting_hooks([*self._submodules(), *swap.optimizers.items()], swap.fake_of, self.reads),
+            refuse_lasting_hooks(
+                [*self._submodules(), *swap.optimizers.items()], swap.live_of, swap.fake_of, self.reads
+            ),
         ):
             result = self.function(*args, **kwargs)
         self.entries = list(containers.changes(names))

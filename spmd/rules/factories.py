@@ -45,6 +45,7 @@ def made(call: OpCall) -> list[Option]:
 def made_beside(call: OpCall) -> list[Option]:
     """Any dim, whatever the placement of the operand; in runs of rows, as many as the operand has."""
     shape, held = call.arg("self").shape, [runs for each in call.interleaved for runs in each]
+    held = [runs for runs in held if runs.dim < len(shape)]
     given = [R, *(Shard(d) for d in range(len(shape))), *held, *PARTIALS]
     made_as = [*_made_as(call), *(runs for runs in held if _fits(call, runs, shape))]
     every = [option(call, {"self": source}, result) for source in given for result in made_as]

@@ -45,7 +45,7 @@ from passes.runtime.collective_ops import bounds
 
 from .._torch import DisableAutocast, OpOverload, storage_id
 from .collective_semantics import COPIES_FIRST, SEMANTICS
-from .poison import poison, poisoned, share_memory, tensors_of
+from .poison import overlap, poison, poisoned, share_memory, tensors_of
 
 _OF_ELEMENTS = (Trait.VIEW, Trait.UNDECLARED_VIEW, Trait.POINTWISE, Trait.MUTABLE, Trait.COPIES, Trait.READS_MEMORY)
 Watch = Callable[[Sequence[fx.Node], Sequence[Any]], None]  # the node of each rank, and its value there
@@ -382,6 +382,9 @@ class _Rank(fx.Interpreter):
         """What an op computes of operands, and into memory, that begin at aligned addresses."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         outs = [kwargs[each.name] for each in schema(node.target).arguments if each.written]
+        read = [each for name, each in kwargs.items() if not any(each is out for out in outs)]
+        if overlap(tensors_of(outs), tensors_of([args, read])):
+            return self.run_node(node)  # an error, which copies would hide
         args, kwargs = fx.node.map_aggregate((args, kwargs), lambda x: aligned(x) if isinstance(x, Tensor) else x)
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         if not outs:

@@ -40,6 +40,17 @@ def share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return any(a < d and c < b for (a, b), (c, d) in pairs)
 
 
+def overlap(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether the bytes from the first to the last element of some tensors and of others overlap."""
+    pairs = ((_bytes(x), _bytes(y)) for x in some for y in others if x.numel() and y.numel())
+    return any(a < d and c < b for (a, b), (c, d) in pairs)
+
+
+def _bytes(x: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
 def _span(x: Tensor) -> tuple[int, int]:
     start = x.untyped_storage().data_ptr()
     return start, start + x.untyped_storage().nbytes()

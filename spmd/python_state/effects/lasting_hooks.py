@@ -11,26 +11,33 @@ import torch
 from passes import CaptureError
 
 from ..._torch import HOOK_DICTS, OPTIMIZER_HOOK_DICTS, accumulation_hooks, global_hooks, gradient_hooks
+from ...interpreter.foreign_code import is_library_file
 from ..lines import line_naming
 from ..reads import Reads
 
 
 @contextmanager
 def refuse_lasting_hooks(
-    owners: Iterable[tuple[str, Any]], parameters: Mapping[str, torch.Tensor], reads: Reads
+    owners: Iterable[tuple[str, Any]],
+    live: Mapping[str, torch.Tensor],
+    fakes: Mapping[str, torch.Tensor],
+    reads: Reads,
 ) -> Iterator[None]:
-    """Raise ``CaptureError`` if the step leaves other hooks than it found; ``owners`` have theirs back in any case.
+    """Raise ``CaptureError`` if the step leaves other hooks than it found; all but fakes have theirs back in any case.
 
-    These are modules and optimizers. ``parameters`` are fakes, whose hooks end with the trace.
+    ``owners`` are modules and optimizers. The step registers hooks on ``fakes`` of state, whose hooks end with the
+    trace, and may remove those of the ``live`` tensors. Hooks that a library puts on modules stay: it knows that it did.
     """
     found = [(name, vars(owner).get(key, {})) for name, owner in owners for key in HOOK_DICTS | OPTIMIZER_HOOK_DICTS]
     found += [("all modules or optimizers", hooks) for hooks in global_hooks()]
+    of_live = ((name, of(x)) for name, x in live.items() for of in (gradient_hooks, accumulation_hooks))
+    found += [(name, hooks) for name, hooks in of_live if hooks]
     before = [(name, hooks, dict(hooks)) for name, hooks in found]
-    of_parameters = {name: _hooks_on(parameter) for name, parameter in parameters.items()}
+    of_fakes = {name: _hooks_on(fake) for name, fake in fakes.items()}
     try:
         yield
-        changed = [name for name, hooks, entries in before if [*hooks] != [*entries]]
-        changed += [name for name, hooks in of_parameters.items() if _hooks_on(parameters[name]) != hooks]
+        changed = [name for name, hooks, entries in before if _differ(hooks, entries)]
+        changed += [name for name, hooks in of_fakes.items() if _hooks_on(fakes[name]) != hooks]
         if changed:
             line = _line(reads)
             raise CaptureError(
@@ -40,9 +47,20 @@ def refuse_lasting_hooks(
             )
     finally:
         for _, hooks, entries in before:
-            if [*hooks] != [*entries]:
+            if _differ(hooks, entries):
                 hooks.clear()
                 hooks.update(entries)
+
+
+def _differ(hooks: Mapping[Any, Any], entries: Mapping[Any, Any]) -> bool:
+    """Whether hooks have come or gone, but for those of libraries that put theirs on in the first forward."""
+    added = [hook for key, hook in hooks.items() if key not in entries]
+    return not all(map(_is_of_a_library, added)) or any(key not in hooks for key in entries)
+
+
+def _is_of_a_library(hook: Any) -> bool:
+    code = getattr(hook, "__code__", None)
+    return code is not None and is_library_file(code.co_filename)
 
 
 def _hooks_on(parameter: torch.Tensor) -> Sequence[Any]:

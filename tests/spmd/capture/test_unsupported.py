@@ -201,6 +201,26 @@ def registers_a_hook(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     model[0].weight.register_hook(lambda gradient: gradient * 2)
 
 
+HANDLES: list[Any] = []  # of hooks that a test has registered
+
+
+def removes_a_hook(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    for handle in HANDLES:
+        handle.remove()
+    return CASE.step(model, optimizer, x, y)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_that_removes_a_hook_of_a_parameter_is_refused() -> None:
+    """The hook of the live parameter would be gone, that of the one that is traced would run on."""
+    model, optimizer = CASE.build()
+    HANDLES[:] = [model[0].weight.register_hook(lambda gradient: gradient * 2)]
+    words = r"registers or removes a hook of model.0.weight at .*remove"
+    with unchanged(model, optimizer), pytest.raises(spmd.CaptureError, match=words):
+        spmd.compile(removes_a_hook)(model, optimizer, *CASE.part(0, 0))
+    assert len(model[0].weight._backward_hooks) == 1
+
+
 def registers_a_hook_of_a_module(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     model[0].register_forward_hook(lambda module, given, result: result * 2)
 
