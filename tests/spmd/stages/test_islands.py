@@ -35,7 +35,7 @@ def beside_plain(rank: int, world: int) -> tuple[list[str], set[str]]:
     unequal = all_unequal(trained(case, case.step, batches), got, 0, 1, case.rtol)
     bundle: Any = compiled.program.stages
     roles = {role for role in bundle.roles_of(compiled.program) if islands(bundle.programs[role].graph)}
-    assert sum(row.calls for row in compiled.report().islands) > 6
+    assert sum(row.calls for row in compiled.report().islands) >= 6  # on each rank
     return unequal, roles
 
 
