@@ -31,11 +31,6 @@ def is_foreign_file(filename: str) -> bool:
     return filename.startswith(_PYTHON)
 
 
-def is_library_file(filename: str) -> bool:
-    """Whether a file is of an installed package, whose globals may be settings of the user's."""
-    return any(site in filename for site in _SITE)
-
-
 def is_foreign_code(code: CodeType, variables: dict[str, Any]) -> bool:
     """The same for code with the globals ``variables``; without a file it is the code of the module that has these.
 

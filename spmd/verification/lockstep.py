@@ -381,7 +381,10 @@ class _Rank(fx.Interpreter):
     def _aligned(self, node: fx.Node) -> Any:
         """What an op computes of operands, and into memory, that begin at aligned addresses."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        outs = [kwargs[each.name] for each in schema(node.target).arguments if each.written]
+        written = [each.name for each in schema(node.target).arguments if each.written]
+        if not kwargs.keys() >= {*written}:
+            return self.run_node(node)  # an update in place
+        outs = [kwargs[name] for name in written]
         read = [each for name, each in kwargs.items() if not any(each is out for out in outs)]
         if overlap(tensors_of(outs), tensors_of([args, read])):
             return self.run_node(node)  # an error, which copies would hide
@@ -389,9 +392,9 @@ class _Rank(fx.Interpreter):
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         if not outs:
             return result
-        for out, written in zip(outs, tensors_of(result), strict=True):
-            if out is not written:
-                out.copy_(written)
+        for out, made in zip(outs, tensors_of(result), strict=True):
+            if out is not made:
+                out.copy_(made)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:

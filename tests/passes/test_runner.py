@@ -147,7 +147,7 @@ def test_other_ranks_are_asked_once_though_passes_run_again_to_find_the_first_th
         asked.append(len(found))
         return [False] * len(found)
 
-    with pytest.raises(PassError, match="pass Break.*no idea"):
+    with pytest.raises(PassError, match=r"pass Break.*no idea"):
         run(program(), [FormIslands(min_ops=1, choose=choose), Break("raise")])
     assert asked == [1]
 

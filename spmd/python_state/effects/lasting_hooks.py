@@ -26,7 +26,7 @@ def refuse_lasting_hooks(
     """Raise ``CaptureError`` if the step leaves other hooks than it found; all but fakes have theirs back in any case.
 
     ``owners`` are modules and optimizers. The step registers hooks on ``fakes`` of state, whose hooks end with the
-    trace, and may remove those of the ``live`` tensors. Hooks that a library puts on modules stay: it knows that it did.
+    trace, and may remove those of the ``live`` tensors. Hooks that a library puts on modules stay.
     """
     found = [(name, vars(owner).get(key, {})) for name, owner in owners for key in HOOK_DICTS | OPTIMIZER_HOOK_DICTS]
     found += [("all modules or optimizers", hooks) for hooks in global_hooks()]

@@ -81,7 +81,7 @@ def test_a_program_for_gpus_has_no_race(form: Any) -> None:
         step = spmd.compile(train, parallel_mode=mode, passes=[*passes.default(), Seen(seen)])
         with pytest.raises(spmd.PassError, match="seen"):
             step(*arguments(FLASH))
-    (program,) = seen
+    program, *_ = seen  # passes run once more behind one that raises
     calls = [node for node in program.graph.nodes if "_scaled_dot_product_flash" in str(node.target)]
     assert len(calls) == {"gather": 2 * 2 * 2, "ring": 2 * 2}[form]
     assert {each.device.type for node in calls for each in node.meta["val"][:2]} == {"cuda"}
