@@ -26,7 +26,7 @@ def refuse_lasting_hooks(
     """Raise ``CaptureError`` if the step leaves other hooks than it found; all but fakes have theirs back in any case.
 
     ``owners`` are modules and optimizers. The step registers hooks on ``fakes`` of state, whose hooks end with the
-    trace, and may remove those of the ``live`` tensors. Hooks that a library puts on modules stay.
+    trace, and may remove those of the ``live`` tensors. Hooks of libraries stay, which put them on once and know it.
     """
     found = [(name, vars(owner).get(key, {})) for name, owner in owners for key in HOOK_DICTS | OPTIMIZER_HOOK_DICTS]
     found += [("all modules or optimizers", hooks) for hooks in global_hooks()]
@@ -48,12 +48,13 @@ def refuse_lasting_hooks(
     finally:
         for _, hooks, entries in before:
             if _differ(hooks, entries):
+                stay = {key: hook for key, hook in hooks.items() if key not in entries and _is_of_a_library(hook)}
                 hooks.clear()
-                hooks.update(entries)
+                hooks.update(entries | stay)
 
 
 def _differ(hooks: Mapping[Any, Any], entries: Mapping[Any, Any]) -> bool:
-    """Whether hooks have come or gone, but for those of libraries that put theirs on in the first forward."""
+    """Whether hooks have gone, or other ones than those of libraries have come."""
     added = [hook for key, hook in hooks.items() if key not in entries]
     return not all(map(_is_of_a_library, added)) or any(key not in hooks for key in entries)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import Shard
 
 from passes import Program
 from passes.ir.program import MicroBatches
+from passes.runtime.arena import reserve, view_at
 from spmd.verification.runs import run_programs
 from tests.passes.programs import f64, make_program
 
@@ -44,3 +46,31 @@ def test_nodes_of_one_name_that_compute_other_values_are_not_joined() -> None:
     (returned,) = run_programs([replace(last, micro_batches=micro)], [[x]], watch)
     assert torch.equal(returned[0], x.sin())
     assert list(seen) == ["exp"] and torch.equal(seen["exp"], x.exp())
+
+
+def product(x: Any, y: Any) -> tuple[Any, ...]:
+    return (aten.mm.default(x, y),)
+
+
+@pytest.mark.parametrize(("of_operand", "of_result", "is_right"), [(64, 512, True), (72, 64, False), (64, 128, False)])
+def test_a_product_that_is_written_over_its_operand_is_computed_so(
+    of_operand: int, of_result: int, is_right: bool
+) -> None:
+    """Copies at aligned addresses would hide that memory is used for two values at once."""
+    program = make_program(product, x=f64(4, 4), y=f64(4, 4))
+    (made,) = program.graph.find_nodes(op="call_function", target=aten.mm.default)
+    x, y = made.args
+    with program.graph.inserting_before(made):
+        new = program.graph.call_function
+        arena = new(reserve, (1024, torch.device("cpu")))
+        spaces = [new(view_at, (arena, each, (4, 4), (4, 1), torch.float64)) for each in (of_operand, of_result)]
+        stored = new(aten.copy_.default, (spaces[0], x))
+        written = new(aten.mm.out, (stored, y), {"out": spaces[1]})
+    for node in (arena, *spaces, stored, written):
+        node.meta["val"] = made.meta["val"]
+    written.meta |= made.meta | {"computes": aten.mm.default}
+    made.replace_all_uses_with(written)
+    program.graph.erase_node(made)
+    left, right = torch.rand(4, 4, dtype=torch.float64), torch.rand(4, 4, dtype=torch.float64)
+    ((result,),) = run_programs([program], [[left.clone(), right.clone()]])
+    assert torch.allclose(result, left @ right) == is_right
