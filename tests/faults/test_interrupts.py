@@ -150,7 +150,7 @@ def test_an_interrupt_at_any_line_of_ours_changes_nothing(
     """Our code replaces parts of the user's objects while it traces a step, and puts all of them back."""
     at = Path(spmd.__file__).parent / folder
     [(ended, changed)] = ranks.run(1, interrupted_at_lines, optimizer, at, places, process_group=False)
-    assert ended > 0.7 * places and changed == []
+    assert ended >= places / 2 and changed == []  # one that comes behind the capture may end the call later
 
 
 def test_what_restores_a_setting_of_torch_is_not_interrupted() -> None:
