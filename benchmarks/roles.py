@@ -12,7 +12,7 @@ sequences    a GPT of 256 x 4, causal, 2 x 2,048 tokens: attention by gathered k
              (nothing of torch is beside: its context_parallel has no attention of the CPU, also in 2.13, and raises
              "_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered")
 experts      a Mixtral of 256 x 4 from transformers, 8 experts, top 2, 8 x 128 tokens; and torch's FSDP2, per layer
-stages       a GPT of 256 x 8, 8 micro-batches of 1 x 128 tokens, 1f1b and gpipe; and torch's Schedule1F1B, same cut
+stages       a GPT of 256 x 8, 8 micro-batches of 1 x 128 tokens, 1f1b, zb-h1, gpipe; torch's Schedule1F1B, same cut
              (its peak is counted in its first step, without parameters and optimizer, as ours is planned); and the same
              tokens by fully_shard. A rank's bubble is the part of the step in which it does not compute: as measured,
              1 - work / (2 x step), where the work is that of one rank at once with another, as simulated, and as the
@@ -101,6 +101,7 @@ PARTS: dict[str, tuple[Callable[[int, int], nn.Module], tuple[int, int], dict[st
     }),
     "stages": (partial(gpt, 8), (8, 128), {
         "1f1b": {**STAGES, "schedule": "1f1b"},
+        "zb-h1": {**STAGES, "schedule": "zb-h1"},
         "gpipe": {**STAGES, "schedule": "gpipe"},
         "fully_shard": {"parallel_style": "fully_shard"},
     }),
@@ -141,12 +142,14 @@ def main() -> None:
 def bubbles_of(systems: dict[str, Any]) -> dict[str, tuple[float | None, ...]]:
     """The bubbles of each pipeline: as measured, as simulated where it is ours, and by the formula."""
     work, count = statistics.median(systems[AT_ONCE]["ms"]), STAGES["micro_batches"]
-    formula = (RANKS - 1) / (count + RANKS - 1)
-    return {
-        system: (1 - work / (RANKS * statistics.median(figures["ms"])), figures["bubble"] or None, formula)
-        for system, figures in systems.items()
-        if figures["bubble"] or system == TORCH
-    }
+    waits = {"zb-h1": (RANKS - 1) / 3}  # in micro-batches; forward, input and weight gradients take a third each
+    found = {}
+    for system, figures in systems.items():
+        if figures["bubble"] or system == TORCH:
+            wait = waits.get(system, RANKS - 1)
+            measured = 1 - work / (RANKS * statistics.median(figures["ms"]))
+            found[system] = measured, figures["bubble"] or None, wait / (count + wait)
+    return found
 
 
 def parse(given: list[str]) -> argparse.Namespace:
