@@ -33,6 +33,11 @@ class Shapes:
         self._memo: dict[Any, Any] = {}
         self._keys: dict[int, tuple[Any, _Key]] = {}  # of tensors, which they keep alive, by id
         self._interned: dict[Any, _Key] = {}
+        self._traced: dict[int, list[fx.Node]] = {}  # by the id of their op, until a call of that has to be looked up
+
+    def learn_later(self, node: fx.Node) -> None:
+        """``learn``, once a call of the same op is looked up: most ops never are, and to make keys takes long."""
+        self._traced.setdefault(id(node.target), []).append(node)
 
     def learn(self, node: fx.Node) -> None:
         """Record the traced result of ``node``: a rank that has its operands whole gets the same."""
@@ -44,6 +49,8 @@ class Shapes:
         if not isinstance(target, OpOverload):
             args, kwargs = _vals(args, kwargs)
             return target(*args, **kwargs)
+        for node in self._traced.pop(id(target), ()):
+            self.learn(node)
         key = self._key(target, args, kwargs)
         if key not in self._memo:
             args, kwargs = _vals(args, kwargs)

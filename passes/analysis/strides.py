@@ -9,6 +9,7 @@ parts are equal); what follows from that is here.
 from __future__ import annotations
 
 import operator
+from math import prod
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class Layouts:
 
     def see(self, node: fx.Node) -> None:
         """Take in a node whose operands are known; call it again when the node's ``meta`` has changed."""
+        if not (node.meta.get("uneven") or self._uneven or self._unknown):
+            return  # all parts are equal so far
         operands = node.all_input_nodes
         uneven = bool(node.meta.get("uneven", not self._uneven.isdisjoint(operands)))
         differs = uneven or any(each in self._uneven or each in self._unknown for each in operands)
@@ -72,6 +75,8 @@ class Layouts:
         val: torch.Tensor = node.meta["val"]
         if not self.is_known(node):
             return False
+        if val.is_contiguous() and val.numel() == prod(shape):
+            return min(shape, default=0) >= 0
         try:
             torch.empty_strided(val.shape, val.stride(), device="meta").view(shape)
         except RuntimeError:

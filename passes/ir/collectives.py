@@ -90,6 +90,9 @@ _KINDS |= {out: _KINDS[op] for op, out in OUT_VARIANTS.items()}
 
 _IDS = frozenset(map(id, _KINDS))  # every pass asks for every node, and the hash of an op is slow
 
+COLLECTIVES: tuple[Any, ...] = tuple(_KINDS)
+"""All ops that start a collective."""
+
 _SHARED = shared_memory_collectives.OUT_VARIANTS
 
 WAIT = c10d.wait_tensor.default

@@ -332,6 +332,11 @@ TORCH_KEYS: tuple[Key, ...] = tuple(
 
 DECLARED: dict[str, Key] = {key.name: key for key in (*KEYS, *TORCH_KEYS)}
 
+_CARRIED = {
+    relation: frozenset(name for name, key in DECLARED.items() if (key.carried or 0) >= relation)
+    for relation in Relation
+}
+
 
 def is_declared(name: str) -> bool:
     """Whether a node may have a key: one of the table, or a user's own, with a dot in its name."""
@@ -340,9 +345,5 @@ def is_declared(name: str) -> bool:
 
 def carried(node: fx.Node, relation: Relation) -> dict[str, Any]:
     """The meta of a node that also holds for a node of this relation to it."""
-    return {key: value for key, value in node.meta.items() if _reach(key) >= relation}
-
-
-def _reach(name: str) -> int:
-    key = DECLARED.get(name)
-    return Relation.REPLACEMENT if key is None else key.carried or 0
+    known, others = _CARRIED[relation], relation is Relation.REPLACEMENT
+    return {key: value for key, value in node.meta.items() if key in known or (others and key not in DECLARED)}

@@ -6,7 +6,7 @@ Read once for each op: torch builds its schema objects anew at every look.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,12 +43,22 @@ class Schema:
     shares: bool
     is_mutable: bool
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The names of the arguments, in order."""
         return [argument.name for argument in self.arguments]
 
-    @property
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The position of each argument, by name."""
+        return {name: position for position, name in enumerate(self.names)}
+
+    @cached_property
+    def shared(self) -> list[str]:
+        """The names of the arguments in whose memory a result may lie."""
+        return [argument.name for argument in self.arguments if argument.shared]
+
+    @cached_property
     def written(self) -> list[int]:
         """The positions of the arguments that the op writes to."""
         return [k for k, argument in enumerate(self.arguments) if argument.written]
@@ -61,7 +71,17 @@ class Schema:
 
 def schema(op: Any) -> Schema:
     """The declaration of an op, or of a region."""
-    return _of_region(op) if isinstance(op, Region) else _of_op(op)
+    known = _KNOWN.get(id(op))
+    if known is not None:
+        return known[1]
+    if isinstance(op, Region):
+        return _of_region(op)
+    found = _of_op(op)
+    _KNOWN[id(op)] = op, found
+    return found
+
+
+_KNOWN: dict[int, tuple[OpOverload, Schema]] = {}  # by the id of the op, whose own hash is slow
 
 
 def _of_region(region: Region) -> Schema:
@@ -74,7 +94,6 @@ def _of_region(region: Region) -> Schema:
     return Schema(region.name, "default", arguments, ("Tensor",) * len(region.results), bool(outs), bool(outs))
 
 
-@cache
 def _of_op(op: OpOverload) -> Schema:
     declared = schema_of(op)
     name, _, overload = op.name().partition("::")[2].partition(".")
@@ -105,8 +124,7 @@ def name_of(target: Any) -> str:
 
 def position_of(op: OpOverload | Region, name: str) -> int | None:
     """The position of the argument called ``name``; None if ``op`` has none."""
-    names = schema(op).names
-    return names.index(name) if name in names else None
+    return schema(op).positions.get(name)
 
 
 def argument(node: fx.Node, name: str) -> Any:

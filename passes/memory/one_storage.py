@@ -57,8 +57,9 @@ class OneStorage(Pass):
     def rewrite(self, program: Program) -> int:
         """Choose the groups on the graph as it is, then give each its storage; returns how many there are."""
         groups = _chosen(program)
+        known: dict[Any, _Vals] = {}
         for name, group in groups.items():
-            _join(program, name, group)
+            _join(program, name, group, known)
         if groups:
             _drop_concatenations(program)
         return len(groups)
@@ -126,7 +127,24 @@ def _is_free(program: Program, layouts: Layouts, declared: Input, node: fx.Node)
     )
 
 
-def _join(program: Program, name: str, group: Group) -> None:
+@dataclass(frozen=True)
+class _Vals:
+    """The fakes of a flat input, of its pieces and of these as parts: groups of the same shapes share them."""
+
+    flat: torch.Tensor
+    pieces: Sequence[torch.Tensor]
+    parts: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, vals: Sequence[torch.Tensor]) -> _Vals:
+        """Those of members with these fakes."""
+        sizes = [val.numel() for val in vals]
+        flat = vals[0].new_empty(sum(sizes))
+        pieces = aten.split_with_sizes.default(flat, sizes)
+        return cls(flat, pieces, [aten.view.default(each, val.shape) for each, val in zip(pieces, vals, strict=True)])
+
+
+def _join(program: Program, name: str, group: Group, known: dict[Any, _Vals]) -> None:
     """Replace the members of a group by one flat input and views of its parts."""
     values = program.values()
     members = [values[member] for member in group]
@@ -141,8 +159,11 @@ def _join(program: Program, name: str, group: Group) -> None:
     with program.graph.inserting_before(first):
         flat = program.graph.placeholder("flat")
     flat.target = flat.name  # made unique by FX
-    flat.meta["val"] = vals[0].new_empty(offsets[-1])
-    _split(program.graph, flat, [node for _, node in members], sizes)
+    kind = (vals[0].dtype, vals[0].device, *(val.shape for val in vals))
+    if kind not in known:
+        known[kind] = _Vals.of(vals)
+    flat.meta["val"] = known[kind].flat
+    _split(program.graph, flat, [node for _, node in members], sizes, known[kind])
     role, memory = parts[0].input.role, parts[0].input.memory
     described = Input(role, name, (offsets[-1],), vals[0].dtype, parts=parts, memory=memory)
     program.inputs = _with_flat(program.inputs, described)
@@ -156,15 +177,14 @@ def _with_flat(inputs: Sequence[Input], flat: Input) -> list[Input]:
     return [*inputs[:first], flat, *left]
 
 
-def _split(graph: fx.Graph, flat: fx.Node, members: Sequence[fx.Node], sizes: list[int]) -> None:
+def _split(graph: fx.Graph, flat: fx.Node, members: Sequence[fx.Node], sizes: list[int], vals: _Vals) -> None:
     """Right after the inputs, split ``flat``, and let readers of each member read its part."""
     after = next(node for node in graph.nodes if node.op != "placeholder")
     insert = partial(insert_before, after, like=None)
-    pieces = aten.split_with_sizes.default(flat.meta["val"], sizes)
-    split = insert(aten.split_with_sizes.default, flat, sizes, name="parts", val=pieces)
+    split = insert(aten.split_with_sizes.default, flat, sizes, name="parts", val=vals.pieces)
     for k, member in enumerate(members):
-        piece, shape = insert(operator.getitem, split, k, val=pieces[k]), list(member.meta["val"].shape)
-        part = insert(aten.view.default, piece, shape, name="part", val=aten.view.default(pieces[k], shape))
+        piece, shape = insert(operator.getitem, split, k, val=vals.pieces[k]), list(member.meta["val"].shape)
+        part = insert(aten.view.default, piece, shape, name="part", val=vals.parts[k])
         replace(member, part)
         graph.erase_node(member)
 

@@ -10,6 +10,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_MADE = 50_000  # objects between two collections: each looks through all that the compilation has made so far
+
 _users_own = False
 """Whether the user has frozen objects: counting takes 60 ms beside torch, so one look that found some is enough."""
 
@@ -25,8 +27,11 @@ def young_collections() -> Iterator[None]:
     if _users_own:
         yield
         return
+    thresholds = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(thresholds[0] and max(thresholds[0], _MADE), *thresholds[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()

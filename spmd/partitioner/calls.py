@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -58,8 +58,8 @@ class Calls:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), info)
             target: Any = node.target
             own = tuple(value.info for value in operands)
-            call = OpCall(target, args, kwargs, own, infos(results(node.meta["val"])), 1)
-            self._calls[node] = replace(call, own_order=self.context.routes.own.get(node))
+            given, order = infos(results(node.meta["val"])), self.context.routes.own.get(node)
+            self._calls[node] = OpCall(target, args, kwargs, own, given, 1, own_order=order)
         return self._calls[node]
 
     def decomposed(self, node: fx.Node, decomposition: Callable[..., Any]) -> fx.Graph:

@@ -69,8 +69,11 @@ class Emitter:
 
     def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         """Emit a call, with the provenance of ``like``; its value comes from running it on fake tensors."""
+        return self._call(target, args, kwargs, like, self._shapes.of(target, args, kwargs))
+
+    def _call(self, target: Any, args: Any, kwargs: Any, like: fx.Node, val: Any) -> fx.Node:
         new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_name(target, like))
-        return self._with_provenance(new, like, self._shapes.of(target, args, kwargs))
+        return self._with_provenance(new, like, val)
 
     def number(self, node: fx.Node, operands: Mapping[fx.Node, Any]) -> fx.Node:
         """Emit a call that gives no tensor, with the value that was traced."""
@@ -86,8 +89,9 @@ class Emitter:
     def op(self, node: fx.Node, args: Any, kwargs: Any, placements: Sequence[Placements | None]) -> fx.Node:
         """Emit the op of ``node`` on this rank's parts; its results have ``placements``."""
         target: Any = node.target
-        if not any(p is not None and is_sharded(p) for p in placements):
-            self._shapes.learn(node)
+        is_whole = not any(p is not None and is_sharded(p) for p in placements)
+        if is_whole:
+            self._shapes.learn_later(node)
         args, kwargs = self.laid_out(node, args, kwargs)
         if draws(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
@@ -95,6 +99,8 @@ class Emitter:
             args = (self._copy(args[0], node), *args[1:])
         if target in _VIEWS and (args[0] in self._unsure or not self._layouts.is_viewable(*args[:2])):
             target = aten.reshape.default  # the whole could be viewed so; some rank's part has other strides
+        if is_whole and target is node.target and _are_traced((args, kwargs), (node.args, node.kwargs)):
+            return self._call(target, args, kwargs, node, node.meta["val"])
         return self.call(target, args, kwargs, like=node)
 
     def laid_out(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -206,6 +212,18 @@ class Emitter:
         tensor = isinstance(operand.meta.get("val"), torch.Tensor)
         computes = _is_elementwise(target) and not has(target, Trait.ALIAS)
         return computes and tensor and not self._layouts.is_contiguous(operand)
+
+
+def _are_traced(operands: Any, traced: Any) -> bool:
+    """Whether operands have the values with which the op was traced: then so has the result."""
+    if isinstance(traced, fx.Node):
+        return isinstance(operands, fx.Node) and operands.meta["val"] is traced.meta["val"]
+    if isinstance(traced, (tuple, list)):
+        pairs = zip(operands, traced, strict=False)
+        return len(operands) == len(traced) and all(_are_traced(*pair) for pair in pairs)
+    if isinstance(traced, Mapping):
+        return operands.keys() == traced.keys() and all(_are_traced(operands[key], traced[key]) for key in traced)
+    return operands is traced
 
 
 def _name(target: Any, like: fx.Node) -> str:

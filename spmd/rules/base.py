@@ -110,6 +110,9 @@ class OpCall:
         return size > 0 and -(-size // -(-size // self.size)) == self.size
 
 
+_REPLICATED = frozenset({Replicate, Partial})
+
+
 @dataclass(frozen=True)
 class LocalPart:
     """A rank's part of a tensor: its start, its shape, and the shape of the smallest part on any rank.
@@ -125,6 +128,8 @@ class LocalPart:
     @classmethod
     def of(cls, shape: Sequence[int], placement: Placements, mesh: Mesh) -> LocalPart:
         """This rank's part of a tensor of a global shape."""
+        if _REPLICATED.issuperset(map(type, placement)):
+            return cls((0,) * len(shape), tuple(shape), tuple(shape))
         placed = (shape, placement, mesh)
         mirrored = any(isinstance(entry, Mirrored) for entry in placement)
         return cls(local_start(*placed), local_shape(*placed), smallest_shape(*placed), mirrored)

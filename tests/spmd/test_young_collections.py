@@ -37,6 +37,18 @@ def test_garbage_is_collected_if_it_is_new() -> None:
     assert old() is None
 
 
+@pytest.mark.parametrize("own, inside", [(700, True), (0, False)])  # 0: it never starts by itself
+def test_collections_are_rarer_inside_alone(own: int, inside: bool) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(own, 10, 10)
+    try:
+        with young_collections():
+            assert (gc.get_threshold()[0] > own) is inside
+        assert gc.get_threshold() == (own, 10, 10)
+    finally:
+        gc.set_threshold(*before)
+
+
 def test_it_ends_with_an_error() -> None:
     with pytest.raises(KeyError), young_collections():
         raise KeyError

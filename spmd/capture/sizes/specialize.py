@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import getitem
 from typing import Any, cast
 
 import torch
@@ -76,7 +77,10 @@ class _Specializer:
         copy = new.node_copy(node, self._of.__getitem__)
         if "val" in copy.meta:
             val = copy.meta["val"]
-            copy.meta["val"] = self._value(val) if isinstance(val, torch.Tensor) else tree_map(self._value, val)
+            if copy.target is getitem and isinstance(copy.args[0], fx.Node):
+                copy.meta["val"] = copy.args[0].meta["val"][copy.args[1]]  # the same object: nothing is to compare
+            else:
+                copy.meta["val"] = self._value(val) if isinstance(val, torch.Tensor) else tree_map(self._value, val)
         return copy
 
     def _number(self, node: fx.Node) -> Any:

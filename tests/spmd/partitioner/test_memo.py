@@ -31,7 +31,8 @@ def test_arguments_that_can_give_other_results_have_other_keys(one: Any, other: 
     assert hash(memo_key(one)) == hash(memo_key(one))
 
 
-def test_an_op_runs_once_for_all_calls_of_one_key() -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_an_op_runs_once_for_all_calls_of_one_key(later: bool) -> None:
     def adding(x: Tensor, y: Tensor, z: Tensor) -> list[Tensor]:
         return [x + 1, y + 1, z + 1]
 
@@ -40,7 +41,7 @@ def test_an_op_runs_once_for_all_calls_of_one_key() -> None:
         graph = make_fx(adding, tracing_mode="fake")(torch.empty(2, 3), torch.empty(2, 3), torch.empty(6)).graph
     _, y, z = graph.find_nodes(op="placeholder")
     shapes, first = Shapes(mode), graph.find_nodes(op="call_function", target=add)[0]
-    shapes.learn(first)
+    (shapes.learn_later if later else shapes.learn)(first)
     assert shapes.of(add, (y, 1), {}) is first.meta["val"]
     other = shapes.of(add, (z, 1), {})
     assert tuple(other.shape) == (6,) and shapes.of(add, (z, 1), {}) is other
