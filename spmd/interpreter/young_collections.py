@@ -15,6 +15,8 @@ _MADE = 50_000  # objects between two collections: each looks through all that t
 _users_own = False
 """Whether the user has frozen objects: counting takes 60 ms beside torch, so one look that found some is enough."""
 
+_is_entered = False
+
 
 @contextmanager
 def young_collections() -> Iterator[None]:
@@ -22,16 +24,20 @@ def young_collections() -> Iterator[None]:
 
     Later collections look at them again: what becomes garbage meanwhile is freed then.
     """
-    global _users_own
+    global _users_own, _is_entered
+    if _is_entered:  # what is compiled to plan another step: the objects are frozen
+        yield
+        return
     _users_own = _users_own or gc.get_freeze_count() > 0
     if _users_own:
         yield
         return
-    thresholds = gc.get_threshold()
+    thresholds, _is_entered = gc.get_threshold(), True
     gc.freeze()
     gc.set_threshold(thresholds[0] and max(thresholds[0], _MADE), *thresholds[1:])
     try:
         yield
     finally:
+        _is_entered = False
         gc.set_threshold(*thresholds)
         gc.unfreeze()
