@@ -448,20 +448,34 @@ class _Step:
         is_whole = layout.style != "fully_shard" or layout.shards == 1
         part = 1 if is_whole else layout.shards
         gradients = self._divided(1 if layout.reduces_once else part, rank) * state.gradient
-        made = 0.0  # bytes of gradients that backward makes as it frees activations, beside sums of those before
         if not software.in_place and layout.stages == 1:
-            made = self._divided(part, rank) * state.gradient
-            gradients *= layout.micro_batches > 1
+            gradients *= layout.micro_batches > 1  # sums of those before
+            made, activations = self._most_of_backward(rank, part, activations)
+            gradients += made
         used = {
             "parameters": self._divided(part, rank) * state.weight,
-            "gradients": gradients + (made if made > activations else 0.0),
+            "gradients": gradients,
             "optimizer": self._divided(layout.shards, rank) * state.optimizer,
             "gathered": 0.0 if is_whole else self._gathered(rank),
-            "activations": 0.0 if made > activations else activations,
+            "activations": activations,
         }
         if layout.style == "shard_optimizer" and layout.shards > 1 and not software.in_place:
             used["gathered"] = self._numbers(rank) * state.sent
         return used | {"allocator": sum(used.values()) * self.machine.constants.reserved}
+
+    def _most_of_backward(self, rank: _Part, part: int, activations: float) -> tuple[float, float]:
+        """Bytes of gradients and of activations where backward, which makes those as it frees these, has the most.
+
+        In equal blocks both go evenly; of an end it is not known which come first.
+        """
+        sections = sorted(rank.sections, key=lambda each: self.work.plain.index(each[0]))
+        kept = [(self._kept(each) if each.count > 1 else self._saved(each)) * n for each, n in sections]
+        found, made = [(0.0, activations)], 0.0
+        for k, (section, n) in reversed([*enumerate(sections)]):
+            numbers = self._divided(part, _Part([(section, n)])) * self.work.state.gradient
+            made += numbers
+            found.append((made, sum(kept[: k + (section.count == 1)])))
+        return max(found, key=sum)
 
     def _with_end(self, rank: _Part, kept: float) -> float:
         """Bytes of activations where a rank keeps so many of blocks."""
@@ -481,7 +495,7 @@ class _Step:
         layout = self.layout
         kept = sum(self._kept(each) * n for each, n in self.parts[0].sections if each.count > 1)
         again = max((self._saved(each) for each in self.blocks), default=0.0) if layout.recompute != "none" else 0.0
-        end = max(map(self._most, self.ends), default=0.0)
+        end = max(sum(map(self._saved, self.ends)), *map(self._most, self.ends)) if self.ends else 0.0
         return max(kept * min(layout.micro_batches, layout.stages) + again, kept + max(again, end))
 
     def _most(self, section: Section) -> float:

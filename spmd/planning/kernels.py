@@ -256,8 +256,9 @@ class _Sections:
     def _add_values(self) -> None:
         """What forward has made and backward reads, each piece of memory once; and what a block hands to the next."""
         bases: dict[fx.Node, fx.Node] = {}
-        seen = set[fx.Node]()
+        seen, end = set[fx.Node](), FIRST if self.kinds else LAST
         for node in self.program.graph.nodes:
+            end = end if self._block(node) is None else LAST
             is_view = node.op == "call_function" and not (self._runs(node) or is_collective(node))
             is_view = is_view and node.target is not operator.getitem and bool(node.all_input_nodes)
             bases[node] = base = bases[node.all_input_nodes[0]] if is_view else node
@@ -266,7 +267,7 @@ class _Sections:
             if self._phase(base) is Phase.FORWARD and any(self._phase(user) is Phase.BACKWARD for user in node.users):
                 seen.add(base)
                 block = self._block(base)
-                section = self.sections.get(self.shown.get(block, "") if block else LAST)
+                section = self.sections.get(self.shown.get(block, "") if block else end)
                 if section is not None:
                     size = self._bytes(base, self._grows(base))
                     section.saved += size
