@@ -299,20 +299,46 @@ def test_state_is_that_of_a_whole_model_whose_blocks_are_trained_and_whose_ends_
     assert work.state.optimizer * numbers == pytest.approx(2 * trained, rel=0.01)  # and a count of steps
 
 
-@pytest.mark.parametrize("style, micro_batches", [("replicate", 1), ("shard_optimizer", 2)])
-def test_memory_is_what_our_programs_plan(style: Style, micro_batches: int) -> None:
-    layout = Layout(2, style, 8 / micro_batches, micro_batches)
+@spmd.compile
+def flat_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def early() -> nn.Sequential:
+    """Parts of which the first ones keep most for backward, and the last ones have most parameters."""
+    first = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8), nn.Flatten()
+    return nn.Sequential(*first, nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 10))
+
+
+EQUAL = train_step, lambda: model(4), torch.zeros(16, TOKENS, dtype=torch.long)
+UNEQUAL = flat_step, early, torch.zeros(64, 32, 8)
+
+
+@pytest.mark.parametrize(
+    "step, made, x, style, micro_batches",
+    [(*EQUAL, "replicate", 1), (*EQUAL, "shard_optimizer", 2), (*UNEQUAL, "replicate", 1)],
+)
+def test_memory_is_what_our_programs_plan(
+    step: Any, made: Callable[[], nn.Module], x: torch.Tensor, style: Style, micro_batches: int
+) -> None:
+    def args(rows: int) -> tuple[Any, ...]:
+        return (one := made()), torch.optim.Adam(one.parameters()), x[:rows]
+
+    rows = len(x) // 2  # of each of two ranks
+    layout = Layout(2, style, rows / micro_batches, micro_batches)
     machine = Machine(GPUS["H100"], "H100", 8, SOFTWARE["aten"], CONSTANTS)
-    found = estimate(captured().of().work, layout, machine)
-    made = model(4)
-    args = made, torch.optim.Adam(made.parameters()), torch.zeros(8, TOKENS, dtype=torch.long)
+    found = estimate(CapturedStep(step, args(len(x)), {}).of().work, layout, machine)
 
     def mode(mesh: DeviceMesh) -> spmd.DataParallel:
         sharded = style == "shard_optimizer"
         return spmd.DataParallel("replicate", mesh=mesh, shard_optimizer=sharded, micro_batches=micro_batches)
 
     pipeline = passes.default() if micro_batches == 1 else with_micro_batches(passes.default())
-    program = passes.run(partitioned(train_step, mode, args, {}, {"dp": 2}), pipeline, check=False)
+    program = passes.run(partitioned(step, mode, args(rows), {}, {"dp": 2}), pipeline, check=False)
     planned = sum(each.peak for each in planned_memory(program).values())
     assert found.peak == pytest.approx(planned, rel=0.12)
 
