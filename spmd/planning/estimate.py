@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from passes import Kind, Phase
 from passes.schedule.op_work import OpClass
@@ -266,11 +267,15 @@ class _Step:
         seconds = sum(map(self._kernel, kept))
         return _Time(forward.device - seconds, forward.host - len(kept) * self.software.launch, knee=forward.knee)
 
+    @cached_property
+    def _about(self) -> tuple[Any, ...]:
+        """What of a layout the seconds of a section depend on."""
+        layout = self.layout
+        return layout.rows, layout.tensor, layout.context, layout.experts, layout.splits_sequence, layout.bits
+
     def _time(self, section: Section, phase: Phase) -> _Time:
         """Kernels and messages of one phase, between fused and unfused as the software is."""
-        layout = self.layout
-        about = (layout.rows, layout.tensor, layout.context, layout.experts, layout.splits_sequence, layout.bits)
-        key = (id(section), phase, *about)
+        key = (id(section), phase, *self._about)
         if key not in self.machine.known:  # with the section, so that no other one gets its id
             unfused = self.software.unfused
             whole = self.fused.get(section.name)  # None where all of it is fused into blocks, or nothing is
@@ -387,9 +392,13 @@ class _Step:
 
     def _weights(self, section: Section) -> float:
         """Seconds of the gradients of weights: half of the products of backward."""
-        kernels = section.kernels[Phase.BACKWARD]
-        products = sum(self._kernel(each) for each in kernels if each.kind is OpClass.MATMUL)
-        return min(products / 2, self._unit(section).backward)
+        key = (id(section), "weights", *self._about)
+        if key not in self.machine.known:
+            kernels = section.kernels[Phase.BACKWARD]
+            products = sum(self._kernel(each) for each in kernels if each.kind is OpClass.MATMUL)
+            self.machine.known[key] = section, products / 2
+        found: float = self.machine.known[key][1]
+        return min(found, self._unit(section).backward)
 
     def _message_to_next(self) -> float:
         """Seconds in which a stage hands a micro-batch on; each rank along "tensor" sends its part."""

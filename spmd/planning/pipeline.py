@@ -53,13 +53,14 @@ def _simulate(schedule: Schedule, ranks: int, count: int, stages: Sequence[Stage
     seconds = {name: [_seconds(each, name, schedule) for each in stages] for name in ("forward", "backward", "weights")}
     for rank, part, stage, awaited, keeps in _in_order(schedule, ranks, count, len(stages)):
         starts = clocks[rank]
-        if awaited >= 0:
-            starts = max(starts, done[awaited] + message)
-        clocks[rank] = starts + seconds[part][stage]
-        done.append(clocks[rank])
+        if awaited >= 0 and done[awaited] + message > starts:
+            starts = done[awaited] + message
+        clocks[rank] = ends = starts + seconds[part][stage]
+        done.append(ends)
         if keeps:
             held[rank] += keeps * stages[stage].kept
-            most[rank] = max(most[rank], held[rank])
+            if held[rank] > most[rank]:
+                most[rank] = held[rank]
     return Run(max(clocks), tuple(most))
 
 
