@@ -1,10 +1,11 @@
 """Prove a bundle before it runs: each channel has one type and one writer, messages pair up, and each call ends.
 
 A call is walked as ranks would run it. A message is done once both of its ends have started, a collective once all
-ranks have, and a wait blocks until then: gloo and NCCL may be quicker, never slower. Between two ranks the first send
-meets the first recv, the second the second: on gloo of each channel by itself, on NCCL of each process group. NCCL also
-runs all that a rank starts in one process group, messages and collectives, in one line (of a group that is connected
-when it is first used, what each two ranks exchange), so that there each waits for those before it on all of its ranks.
+ranks have, and a wait blocks until then: gloo and NCCL may be quicker, never slower. A rank waits for all that it has
+started, or leaves it to the next call. Between two ranks the first send meets the first recv, the second the second: on
+gloo of each channel by itself, on NCCL of each process group. NCCL also runs all that a rank starts in one process
+group, messages and collectives, in one line (of a group that is connected when it is first used, what each two ranks
+exchange), so that there each waits for those before it on all of its ranks.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ class _Started:
     others: list[_Started] = field(default_factory=list)
     in_line: bool = False
     is_over: bool = False
+    is_waited_for: bool = False
 
     def is_done(self) -> bool:
         """Whether a wait for it ends."""
@@ -229,6 +231,8 @@ class _Walk:
             if going and not moved_on:
                 raise PassError(self._blocked(list(going)))
         self._check_pairs()
+        for rank in self.ranks:
+            rank.check_waits()
 
     def start(self, rank: _Walker, role: str, node: fx.Node) -> _Started:
         """A rank has started a message or a collective; it meets those of others that have."""
@@ -307,6 +311,7 @@ class _Walker:
         self.order = walk.bundle.order(walk.call, coordinate)
         self.in_flight = InFlight(walk.bundle, self.order)
         self.steps_done, self.blocked = 0, ""
+        self.started: list[_Started] = []
         for channel, count in needed.items():
             for _ in range(count):
                 self.in_flight.put_one(channel, None)
@@ -325,7 +330,8 @@ class _Walker:
             }
             for node in self.walk.events[role]:
                 if is_message(node) or (is_collective(node) and self._crosses(program, node)):
-                    started[node] = self.walk.start(self, role, node)
+                    started[node] = own = self.walk.start(self, role, node)
+                    self.started.append(own)
                 elif node.target is operator.getitem:
                     started[node] = started.get(node.args[0])
                 elif is_wait(node):
@@ -333,8 +339,19 @@ class _Walker:
                     while waited is not None and not waited.is_done():
                         self.blocked = str(waited)
                         yield True
+                    if waited is not None:
+                        waited.is_waited_for = True
                 self.steps_done += 1
             self.in_flight.put(role, self._handed_on(role, program, started))
+
+    def check_waits(self) -> None:
+        """Raise ``PassError`` for what it has started and neither waits for nor leaves to the next call."""
+        for each in self.started:
+            if not each.is_waited_for and each not in self.in_flight.held:
+                raise PassError(
+                    f"in call {self.walk.call} of {self.walk.bundle.name}, {self} never waits for {each}, "
+                    "whose memory may be used again before it has ended"
+                )
 
     def _handed_on(
         self, role: str, program: Program, started: Mapping[Any, _Started | None]

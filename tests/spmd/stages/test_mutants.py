@@ -286,6 +286,14 @@ def test_mutants_are_caught(program: Program, kind: Callable[[Bundle], Iterator[
     assert all(caught), f"{caught.count(False)} of {len(caught)} stay: {caught}"
 
 
+def test_a_send_that_no_program_waits_for_is_refused(program: Program) -> None:
+    mutants = list(unwaited_sends(program.stages))
+    assert len(mutants) >= 3
+    for mutant in mutants:
+        with pytest.raises(PassError, match=r"pp=\d never waits for the send of "):
+            check_bundle(mutant)
+
+
 NOT_CERTIFIED = [dropped_accumulators, lost_norms, swapped_sends, reused_memory, unwaited_sends, lost_results]
 
 
