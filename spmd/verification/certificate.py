@@ -192,7 +192,7 @@ class Certification:
             return
         ours = [machine.operands(node) for machine, node in zip(self.ranks, nodes, strict=True)]
         follows = any(symbols.is_unknown(x) for of_rank in ours for x in of_rank)
-        found = self.parts.find(nodes, ours) if all(map(self.whole.knows, ours[0])) else None
+        found = self.parts.find(nodes, ours) if all(map(self.parts.may_be, ours[0])) else None
         for rank in unknown if found is None else range(len(self.ranks)):
             results = unknown[rank].results if found is None else self.parts.results(self.ranks[rank], found)
             if results is None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
+from math import prod
 from typing import Any
 
 import torch
@@ -65,6 +66,13 @@ class PartsByRule:
 
     captured: CapturedMachine
     ranks: Sequence[Machine]
+
+    def may_be(self, own: Tensor) -> bool:
+        """Whether all elements are of captured values, or equal addends of them: that is all it takes to look."""
+        sizes = [axis.size for axis in self.ranks[0].mesh.axes]
+        counts = {prod(some) for n in range(len(sizes) + 1) for some in combinations(sizes, n)}
+        found = symbols.pieces(own)[0]
+        return any(bool(self.captured.has(symbols.times(found, torch.tensor(number(n)))).all()) for n in counts)
 
     def find(self, nodes: Sequence[fx.Node], ours: Sequence[Sequence[Tensor]]) -> Found | None:
         """The call of which the ranks' ``nodes``, with these operands, compute the parts."""

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
+import passes
 import spmd
 from passes import OutputKind, PassError, Program, Role
 from passes.ir.bundle import Bundle, messages_of
@@ -22,6 +24,8 @@ from spmd.verification.certificate import certify_bundle
 from spmd.verification.lockstep import LockstepError
 from spmd.verification.runs import run_programs
 from tests.harness.fake import fake_world
+
+from . import test_bundles
 
 aten = torch.ops.aten
 Edit = tuple[str, Callable[[Program], None]]  # the role of a program, and what changes it
@@ -310,3 +314,27 @@ def test_mutants_are_not_certified(
     assert is_certified(captured, program.stages)
     found = [is_certified(captured, mutant) for mutant in kind(program.stages)]
     assert len(found) >= KINDS.get(kind, 3) and not any(found), found
+
+
+def whole_bias(program: Program) -> bool:
+    """Each rank along "tp" adds all of a bias to its part of a sum, not its share."""
+    shares = [node for node in program.graph.nodes if node.target in (aten.div.Tensor, aten.div.Scalar)]
+    shares = [node for node in shares if node.args[0].op == "placeholder" and node.args[1] == 2]
+    for node in shares:
+        node.replace_all_uses_with(node.args[0])
+    return bool(shares)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("edit", [test_bundles.nothing, pytest.param(whole_bias, marks=pytest.mark.exhaustive)])
+def test_stages_beside_tensors_are_certified(edit: Callable[[Program], bool]) -> None:
+    """A share of a bias is no value of the captured program, and an addend of one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 3)).double()
+    split = {"*.0.*": {"tp": Shard(0)}, "*.2.weight": {"tp": Shard(1)}}
+    axes = {"stages": "pp", "tensor": "tp"}
+    mode = spmd.DataParallel(axes=axes, params=split, micro_batches=2, stages=["3"])
+    compiled = spmd.compile(step, parallel_mode=mode, passes=(test_bundles.Edit(edit), *passes.default()))
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 4).double(), torch.randn(4, 3).double()
+    found = spmd.certify(compiled, *given, world=4, mesh={"pp": 2, "tp": 2})
+    assert bool(found) is (edit is not whole_bias), found
