@@ -23,26 +23,33 @@ from .test_numbers import trained
 from .trainings import Training
 
 
-def beside_plain(rank: int, world: int) -> tuple[list[str], set[str]]:
+def beside_plain(rank: int, world: int, schedule: str) -> tuple[list[str], set[str]]:
     """What differs from the plain step, and the programs that have islands."""
     case, mesh = Training("masked"), init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     batches = [case.part(0, k) for k in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         takes_all(patch)
-        mode = spmd.DataParallel(mesh=mesh, axes={"stages": "pp"}, micro_batches=4)
+        mode = spmd.DataParallel(mesh=mesh, axes={"stages": "pp"}, micro_batches=4, schedule=schedule)
         compiled = spmd.compile(case.step, parallel_mode=mode, backend="inductor")
         got = trained(case, compiled, batches)
     unequal = all_unequal(trained(case, case.step, batches), got, 0, 1, case.rtol)
     bundle: Any = compiled.program.stages
     roles = {role for role in bundle.roles_of(compiled.program) if islands(bundle.programs[role].graph)}
-    assert sum(row.calls for row in compiled.report().islands) >= 6  # on each rank
+    assert sum(row.calls for row in compiled.report().islands) >= (
+        2 if schedule == "interleaved" else 6
+    )  # on each rank
     return unequal, roles
 
 
 @pytest.mark.slow
-def test_numbers_on_two_stages(ranks: Ranks) -> None:
-    found = ranks.run(2, beside_plain)
-    assert [*found] == [([], {f"forward.{k}", f"backward.{k}"}) for k in range(2)]
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("gpipe", "interleaved", "zb-h1"))],
+)
+def test_numbers_on_two_stages(ranks: Ranks, schedule: str) -> None:
+    for k, (unequal, roles) in enumerate(ranks.run(2, beside_plain, schedule)):
+        assert not unequal
+        assert roles == {f"forward.{k}", f"backward.{k}"} or (schedule != "1f1b" and len(roles) > 1), roles
 
 
 def test_ranks_of_one_stage_exchange_and_all_take_part_as_often() -> None:
