@@ -375,6 +375,14 @@ def global_hooks() -> list[dict[int, Any]]:
     ]
 
 
+def users_global_hooks() -> list[list[Any]]:
+    """Those of them that are not our own: a save in the background has one on all optimizers as long as it reads."""
+    return [
+        [x for x in [*each.values()] if not f"{getattr(x, '__module__', '')}".startswith("spmd.")]
+        for each in global_hooks()
+    ]
+
+
 def begin_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
     """Let one of torch's optimizers make the state of those parameters of a group that have gradients and no state.
 

@@ -75,6 +75,7 @@ class Call:
         self.references: list[Any] = []  # ``Reference`` to state, in what the step reads besides it
         self.notes: list[str] = []  # for the report
         self.without_gradient = frozenset[str]()  # parameters whose gradient is no state of the call
+        self.library_hooks: list[tuple[dict[Any, Any], Any]] = []  # that its trace has left on modules: (hooks, key)
         self.no_logs: set[Any] = set()  # paths of containers among the arguments that the step reads, too
         self._counters = frozenset[tuple[str, int, str]]()  # entries of parameter groups that the step writes
 
@@ -179,9 +180,16 @@ class Call:
             yield
         except BaseException:
             self.initial.remove()
+            self.remove_library_hooks()
             raise
         finally:
             self.initial = InitialState()
+
+    def remove_library_hooks(self) -> None:
+        """Remove the hooks of libraries that a trace has left: the call is traced again, or does not compile."""
+        for hooks, key in self.library_hooks:
+            hooks.pop(key, None)
+        self.library_hooks.clear()
 
     def end_idle_state(self, program: Program, idle: Idle) -> bool:
         """Remove what ``initial_state`` made and the step leaves alone, or all if it looked; whether there was any."""

@@ -30,6 +30,7 @@ from .._torch import (
     tree_unflatten,
     unchecked_distributions,
     use_lazy_graph_module,
+    users_global_hooks,
 )
 from ..call.argument_logs import Log
 from ..call.call import Call
@@ -160,6 +161,7 @@ class Trace:
         self.reads.stand_ins = swap.by_id
         self.reads.journals.carry = _carry
         held = [*swap.objects_in_groups(), *attached_objects(self._pairs)]
+        self.call.remove_library_hooks()  # of an earlier trace, after which attributes were as before
         with (
             self.reads.watch(self.function, *[leaf.value for leaf in leaves], *self._around(swap), held=held),
             swap.watched_optimizer_state(),
@@ -171,7 +173,10 @@ class Trace:
             tensors_as_text(),
             ids_of_live_state(swap.live_and_fakes),
             refuse_lasting_hooks(
-                [*self._submodules(), *swap.optimizers.items()], swap.live_of, swap.fake_of, self.reads
+                [*self._submodules(), *swap.optimizers.items()],
+                *(swap.live_of, swap.fake_of),
+                self.reads,
+                self.call.library_hooks,
             ),
         ):
             result = self.function(*args, **kwargs)
@@ -205,6 +210,7 @@ class Trace:
     def _around(self, swap: StateSwap) -> list[Any]:
         """The user's code that runs besides the function: hooks on parameters, and function modes."""
         found = [(f"a hook on {name}", hook) for name, live in swap.live_of.items() for hook in _hooks_on(live)]
+        found += [("a hook on all modules or optimizers", hook) for hooks in users_global_hooks() for hook in hooks]
         found += [("a function mode", mode) for mode in self._modes]
         self.reads.names.update((id(each), name) for name, each in found)
         return [each for _, each in found]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._torch import function_modes, global_hooks
+from .._torch import function_modes, users_global_hooks
 from ..call.state import Arguments, Slot, gradient_name
 from ..capture.captured import Captured
 from ..capture.hyper_conditions import HyperGuards
@@ -208,7 +208,7 @@ def torch_settings() -> tuple[Any, ...]:
         *(("autocast", d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES),
         ("default dtype", torch.get_default_dtype()),
         ("default device", torch.get_default_device()),
-        ("global hooks", *map(_users, global_hooks())),
+        ("global hooks", *map(len, users_global_hooks())),
         ("function modes", *map(_of_mode, function_modes())),
     )
 
@@ -228,11 +228,6 @@ class _Same:
         return isinstance(other, _Same) and other.value is self.value
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _users(hooks: dict[int, Any]) -> int:
-    """How many hooks are not our own: a save in the background has one on all optimizers as long as it reads."""
-    return sum(not str(getattr(hook, "__module__", "")).startswith("spmd.") for hook in list(hooks.values()))
 
 
 def _describe_state(slots: Sequence[Slot], named: frozenset[str]) -> dict[str, str]:

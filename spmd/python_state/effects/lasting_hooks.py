@@ -22,11 +22,13 @@ def refuse_lasting_hooks(
     live: Mapping[str, torch.Tensor],
     fakes: Mapping[str, torch.Tensor],
     reads: Reads,
+    left: list[tuple[dict[Any, Any], Any]],
 ) -> Iterator[None]:
     """Raise ``CaptureError`` if the step leaves other hooks than it found; all but fakes have theirs back in any case.
 
     ``owners`` are modules and optimizers. The step registers hooks on ``fakes`` of state, whose hooks end with the
-    trace, and may remove those of the ``live`` tensors. Hooks of libraries stay, which put them on once and know it.
+    trace, and may remove those of the ``live`` tensors. Hooks of libraries stay, which put them on once and note it;
+    ``left`` becomes these, each as (hooks, key).
     """
     found = [(name, vars(owner).get(key, {})) for name, owner in owners for key in HOOK_DICTS | OPTIMIZER_HOOK_DICTS]
     found += [("all modules or optimizers", hooks) for hooks in global_hooks()]
@@ -47,8 +49,9 @@ def refuse_lasting_hooks(
             )
     finally:
         for _, hooks, entries in before:
+            stay = {key: hook for key, hook in hooks.items() if key not in entries and _is_of_a_library(hook)}
+            left += [(hooks, key) for key in stay]
             if _differ(hooks, entries):
-                stay = {key: hook for key, hook in hooks.items() if key not in entries and _is_of_a_library(hook)}
                 hooks.clear()
                 hooks.update(entries | stay)
 

@@ -26,6 +26,7 @@ class NewObjects:
 
     def __init__(self) -> None:
         self._ids: set[int] = set()  # also of new objects that died: what has such an id now is new, too
+        self._put: dict[int, Any] = {}  # dicts, by id
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -37,9 +38,16 @@ class NewObjects:
         finally:
             gc.callbacks.remove(self._before_a_collection)
 
+    def note_put(self, value: Any) -> None:
+        """Take a dict for new that the step has put at a site, and that the collector has come to track since."""
+        if type(value) is dict and gc.is_tracked(value) and address(value) not in self._ids:
+            self._note_young()
+        if type(value) is dict and address(value) in self._ids:
+            self._put[address(value)] = value
+
     def __contains__(self, value: Any) -> bool:
         if isinstance(value, _NEVER_NEW):
-            return False
+            return address(value) in self._put
         if address(value) not in self._ids:
             self._note_young()
         return address(value) in self._ids

@@ -87,6 +87,8 @@ class Watching:
         self._reads.at_read[id(holder), key] = value
         # What the step itself wrote before it read there is not what it depends on.
         self._reads.first[id(holder), key] = value if before is None else before.get(key, MISSING)
+        if before is not None and value is not before.get(key, MISSING):
+            self._reads.new.note_put(value)
         self._stand_ins.put(Reference(name, site), value)
         self._follow(value, name, owned, key)
 
