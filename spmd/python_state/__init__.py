@@ -21,7 +21,7 @@ lists, dicts, deques that are logs      stand-ins that record                   
 prints, ``logging``                     stand-ins that record                                  ``logging_calls.py``
 iterators, files, queues, streams       stand-ins that refuse                                  ``refusing.py``
 clocks                                  stand-ins that refuse, in the module ``time``          ``clocks.py``
-random generators, bytearrays           their state, compared at the end                       ``compared_objects.py``
+random generators, arrays               their state, compared at the end                       ``compared_objects.py``
 parameter groups, gradients             entries, compared at the end                           ``effects/groups.py``
 ======================================  =====================================================  ======================
 

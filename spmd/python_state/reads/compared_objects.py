@@ -1,10 +1,11 @@
-"""Random generators and bytearrays that the step reaches: what it draws, or writes there, no call would repeat.
+"""Random generators and arrays of the host that the step reaches: what it draws or writes, no call would repeat.
 
 Each is compared after the trace with what it was before, and put back, however the step came to change it.
 """
 
 from __future__ import annotations
 
+import array
 import random
 import sys
 import types
@@ -25,6 +26,8 @@ _WRITES = (
     "write it outside of the step"
 )
 
+_LARGE = 1 << 26  # bytes of an array of which no copy is made: it may be a data set
+
 
 @dataclass(frozen=True, eq=False)
 class _Object:
@@ -39,7 +42,7 @@ class _Object:
 
 
 class ComparedObjects:
-    """The random generators and bytearrays that one trace reaches."""
+    """The random generators, and the arrays of Python's and numpy's, that one trace reaches."""
 
     def __init__(self) -> None:
         self._found: list[_Object] = []
@@ -51,7 +54,7 @@ class ComparedObjects:
         if access is not None:
             get, put = access
             try:
-                reason = _WRITES if isinstance(value, bytearray) else _DRAWS
+                reason = _WRITES if is_array(value) else _DRAWS
                 self._found.append(_Object(name, key, get, put, get(), reason))
             except NotImplementedError:  # one of the operating system has none
                 return
@@ -69,10 +72,19 @@ class ComparedObjects:
             raise CaptureError(each.reason.format(name=each.name) + (f"\n    {line}" if line else ""))
 
 
+def is_array(value: Any) -> bool:
+    """Whether it is an array of Python's or numpy's."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, (bytearray, array.array)) or (numpy is not None and isinstance(value, numpy.ndarray))
+
+
 def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
     """(read, write) of its state."""
-    if isinstance(value, bytearray):
-        return lambda: bytes(value), lambda before: value.__setitem__(slice(None), before)
+    if isinstance(value, (bytearray, array.array)):
+        return lambda: value[:], lambda before: value.__setitem__(slice(None), before)
+    if is_array(value):
+        is_watched = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= _LARGE
+        return (value.copy, lambda before: value.__setitem__(..., before)) if is_watched else None
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     numpy = getattr(sys.modules.get("numpy"), "random", None)

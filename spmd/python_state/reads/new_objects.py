@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .compared_objects import is_array
+
 # Never taken for new: the collector does not list every object of the first three, and the others hold no state.
 _NEVER_NEW = (
     *(dict, tuple, frozenset),
@@ -26,7 +28,7 @@ class NewObjects:
 
     def __init__(self) -> None:
         self._ids: set[int] = set()  # also of new objects that died: what has such an id now is new, too
-        self._put: dict[int, Any] = {}  # dicts, by id
+        self._put: dict[int, Any] = {}  # of those that the collector does not list, by id
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -39,15 +41,20 @@ class NewObjects:
             gc.callbacks.remove(self._before_a_collection)
 
     def note_put(self, value: Any) -> None:
-        """Take a dict for new that the step has put at a site, and that the collector has come to track since."""
-        if type(value) is dict and gc.is_tracked(value) and address(value) not in self._ids:
+        """Take for new what the step has put at a site: a dict, if the collector has come to track it since.
+
+        And an array, which the collector does not track.
+        """
+        if type(value) is dict and address(value) not in self._ids:
             self._note_young()
-        if type(value) is dict and address(value) in self._ids:
+        if is_array(value) or (type(value) is dict and address(value) in self._ids):
             self._put[address(value)] = value
 
     def __contains__(self, value: Any) -> bool:
+        if address(value) in self._put:
+            return True
         if isinstance(value, _NEVER_NEW):
-            return address(value) in self._put
+            return False
         if address(value) not in self._ids:
             self._note_young()
         return address(value) in self._ids

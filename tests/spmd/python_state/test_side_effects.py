@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import csv
 import io
 import json
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -150,6 +152,8 @@ WRITES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
     "csv": (rows, lambda target: target.writer.writerow([1]), lambda target: target.file.getvalue()),
     "queue": (queue.Queue, lambda target: target.put(1), lambda target: target.qsize()),
     "bytearray": (bytearray, lambda target: target.extend(b"x"), bytes),
+    "array": (lambda: array.array("d", [1.0]), lambda target: target.__setitem__(0, 2.0), list),
+    "numpy": (lambda: numpy.ones(2), lambda target: target.__iadd__(1.0), list),
     "global": (lambda: STREAM, to_a_global, lambda target: target.getvalue()),
     "method": (lambda: SimpleNamespace(write=STREAM.write), to_a_bound_method, lambda target: STREAM.getvalue()),
     "stdout": (lambda: None, lambda target: sys.stdout.write("x"), lambda target: None),
