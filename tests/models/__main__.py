@@ -4,7 +4,8 @@ Each is trained by SGD with momentum on two gloo ranks, each with rows of its ow
 batch; models of text also with a split sequence, and mixtures with split experts. A line of the table: how many nodes
 one rank's program has, what it communicates, how long one program takes to compile, and the largest difference of any
 number, or what is wrong in a line. Exits with 1 if something is. The table in ``docs/models.md`` has the same, without
-the seconds: a run of all architectures rewrites it, one of some with a role their cells in its column.
+the seconds: a run of all architectures rewrites it, one of some with a role their cells in its column; with
+``--backend inductor``, which takes all islands, it stays as it is.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> int:
     if unknown:
         sys.exit(f"no architecture is called {', '.join(sorted(unknown))}; there are {_listed()}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ["TESTS_BACKEND"] = arguments.backend  # which the ranks read when they start
     ranks, console, lines = Ranks(), Console(stderr=True), []
     try:
         for line in _lines(ranks, chosen, [arguments.style] if arguments.style else (*STYLES, *ROLES), arguments.steps):
@@ -50,8 +52,9 @@ def main() -> int:
     finally:
         ranks.close()
     Console(width=None if sys.stdout.isatty() else 160).print(_table(lines))
-    document = DOCUMENT.read_text()
-    DOCUMENT.write_text(TABLE.sub(lambda table: _markdown(lines, table[0]), document))
+    if arguments.backend == "aten":
+        document = DOCUMENT.read_text()
+        DOCUMENT.write_text(TABLE.sub(lambda table: _markdown(lines, table[0]), document))
     wrong = [line for line in lines if not line[-1].startswith("yes")]
     print(f"{len(lines) - len(wrong)} of {len(lines)} agree")
     return bool(wrong)
@@ -61,6 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.models", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"all, if none is given; there are {_listed()}")
     parser.add_argument("--style", choices=(*STYLES, *ROLES), help="or role of the axis; all by default")
+    parser.add_argument("--backend", choices=("aten", "inductor"), default="aten", help="of the compiled steps")
     parser.add_argument("--steps", type=int, default=4, help="of training; 4 by default")
     return parser.parse_args()
 
