@@ -110,9 +110,10 @@ class Plans:
     def missing(self) -> str:
         """A sentence on how much memory is missing, where nothing fits."""
         least = self.least.estimate.peak
+        fewer = ", or fewer rows" if self.least.layout.rows > 1 else ""  # with one in each micro-batch they do not help
         return (
             f"no layout fits into the {size_of(self.memory)} of one {self.gpu}: the least is {size_of(least)} with "
-            f"{name(self.least.layout)}, {size_of(least - self.memory)} more; take more GPUs, or fewer rows"
+            f"{name(self.least.layout)}, {size_of(least - self.memory)} more; take more GPUs{fewer}"
         )
 
     def python(self, found: Candidate | None = None) -> str:

@@ -110,6 +110,9 @@ def test_a_model_that_fits_nowhere_is_described_by_how_much() -> None:
     found = searched(memory="10KB")
     assert not found
     assert "no layout fits into the 10.0 KB of one H100: the least is" in found.missing()
+    assert found.missing().endswith("; take more GPUs, or fewer rows")  # each micro-batch has two
+    by_row = search(captured(), 4, "H100", None, "10KB", 64, 100)
+    assert by_row.missing().endswith("64 micro-batches, 134.7 KB more; take more GPUs")
     assert found.to_dict()["missing"] == found.missing()
 
 
