@@ -90,9 +90,6 @@ _KINDS |= {out: _KINDS[op] for op, out in OUT_VARIANTS.items()}
 
 _IDS = frozenset(map(id, _KINDS))  # every pass asks for every node, and the hash of an op is slow
 
-COLLECTIVES: tuple[Any, ...] = tuple(_KINDS)
-"""All ops that start a collective."""
-
 _SHARED = shared_memory_collectives.OUT_VARIANTS
 
 WAIT = c10d.wait_tensor.default
@@ -101,6 +98,11 @@ WAIT = c10d.wait_tensor.default
 def is_collective(node: fx.Node) -> bool:
     """Whether ``node`` starts a collective."""
     return node.op == "call_function" and id(node.target) in _IDS
+
+
+def collectives_in(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that start a collective, in order: each pass asks for them, so nothing is called for a node."""
+    return [node for node in graph.nodes if id(node.target) in _IDS]
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from .._torch import LazyGraphModule, Placement
 from ..runtime.arena import aligned
-from .collectives import COLLECTIVES, Collective, group_of, kind_of, reduction_of
+from .collectives import Collective, collectives_in, group_of, kind_of, reduction_of
 from .rates import UNMEASURED, Rate
 from .roles import AxisRole, Memory, Role
 
@@ -349,9 +349,7 @@ class Program:
 
     def collectives(self) -> list[fx.Node]:
         """The nodes that start a collective, in order."""
-        return sorted(
-            node for op in COLLECTIVES for node in self.graph.find_nodes(op="call_function", target=op, sort=False)
-        )
+        return collectives_in(self.graph)
 
     def note_collectives(self) -> None:
         """Describe, in ``meta["collective"]``, each collective that nobody described, from its op alone."""
