@@ -1,8 +1,9 @@
 """Branches on state: conditions on 0-dim state, evaluated while tracing and again at every call.
 
 ``if self.n_averaged == 0`` is a branch on a tensor, which a graph cannot hold. But where the tensor is computed from
-0-dim state, or a buffer of one element, alone, its value can be computed before the step runs. The trace takes the
-branch that the live state selects, and guards the condition: for another value another program is compiled.
+0-dim state, a buffer of one element, or tensors that are no inputs (plain attributes), alone, its value can be computed
+before the step runs. The trace takes the branch that the live state selects, and guards the condition: for another
+value another program is compiled.
 
 ``self.initialized.item()`` is a symbol, which the step may log. If it branches on that, the step is traced again with
 the value in its place (``fixed``), and the value is guarded. State that each call changes by itself, such as a counter,
@@ -111,7 +112,7 @@ class StateBranches(TorchDispatchMode):
                 )
 
     def _branch(self, tensor: Tensor) -> Branch | None:
-        """The branch on ``tensor``, or None if it is computed from anything but 0-dim state."""
+        """The branch on ``tensor``, or None if it is computed from anything but 0-dim state and constants."""
         found = self._read_by(tensor)
         if found is None:
             return None
@@ -121,7 +122,7 @@ class StateBranches(TorchDispatchMode):
         return Branch(tuple(scalars[n][0] for n in read), condition, taken)
 
     def _read_by(self, tensor: Tensor) -> _Read | None:
-        """The part of the graph that computes ``tensor`` from 0-dim state, or None if there is more to it."""
+        """The part of the graph that computes ``tensor`` from 0-dim state and tensors of the user's, or None."""
         mode = get_proxy_mode()
         node = proxy_node(tensor, mode.tracer) if mode is not None else None
         if mode is None or node is None:
@@ -130,9 +131,10 @@ class StateBranches(TorchDispatchMode):
         scalars = {placeholders[k]: named for k, named in self.scalars.items()}
         needed = with_writes(ancestors([node]))  # one element may be written through a view of its own
         read = [n for n in placeholders if n in needed]
-        constants = own_constants(needed, mode)
+        constants = known_constants(needed, mode)
         computed = all(n.op == "call_function" for n in needed if n not in scalars and n not in constants)
-        return (node, needed, read, scalars, constants) if read and computed else None
+        is_live = read or any(map(is_users, constants.values()))
+        return (node, needed, read, scalars, constants) if is_live and computed else None
 
 
 _Read = tuple[fx.Node, set[fx.Node], list[fx.Node], dict[fx.Node, tuple[str, Tensor]], dict[fx.Node, Tensor]]
@@ -183,10 +185,15 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return [leaf for each in described.arguments if each.written for leaf in tree_flatten(given.get(each.name))[0]]
 
 
-def own_constants(nodes: set[fx.Node], mode: Any) -> dict[fx.Node, Tensor]:
-    """Those of ``nodes`` that are tensors of known values which the step itself made, each with that."""
+def known_constants(nodes: set[fx.Node], mode: Any) -> dict[fx.Node, Tensor]:
+    """Those of ``nodes`` that are tensors of known values, each with that."""
     found = {each: getattr(mode.tracer.root, str(each.target), None) for each in nodes if each.op == "get_attr"}
-    return {each: value for each, value in found.items() if isinstance(value, Tensor) and not is_users(value)}
+    return {each: value for each, value in found.items() if isinstance(value, Tensor)}
+
+
+def own_constants(nodes: set[fx.Node], mode: Any) -> dict[fx.Node, Tensor]:
+    """Those of them that the step itself made."""
+    return {each: value for each, value in known_constants(nodes, mode).items() if not is_users(value)}
 
 
 def extract(

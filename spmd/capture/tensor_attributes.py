@@ -65,11 +65,11 @@ def check_outside(func: Any, args: Sequence[Any], constants: frozenset[int]) -> 
     """Raise ``OutsideTensor`` if an op has a tensor that is neither traced nor among the ``constants``."""
     for arg in args:
         for value in arg if isinstance(arg, (list, tuple)) else (arg,):
-            if _is_real(value) and id(value) not in constants and func not in _LIFTS:
+            if is_real(value) and id(value) not in constants and func not in _LIFTS:
                 raise OutsideTensor
 
 
-def _is_real(value: Any) -> bool:
+def is_real(value: Any) -> bool:
     """Whether a value is a tensor with data: none that is traced is of these very classes."""
     return type(value) is Tensor or type(value) is nn.Parameter
 
@@ -97,7 +97,7 @@ class _LiftConstants(TorchDispatchMode):
             self._check_written(func, args, kwargs or {})
 
         def replace(value: Any) -> Any:
-            return self._lift(func, value) if _is_real(value) and self._is_one(func, value) else value
+            return self._lift(func, value) if is_real(value) and self._is_one(func, value) else value
 
         args, kwargs = tree_map(replace, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -8,6 +8,14 @@ from typing import Any
 import torch
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape, and values that are equal to the last bit."""
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    bits = (x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for x in (one, other))
+    return torch.equal(*bits)
+
+
 def structurally_equal(a: Any, b: Any) -> bool:
     """Whether two plain values have one type, are equal to the last bit, and have structurally equal attributes.
 

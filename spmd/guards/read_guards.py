@@ -12,6 +12,7 @@ import torch
 
 from ..capture.tensor_attributes import is_constant
 from ..python_state.reads import MISSING, READERS, Reads, ReadSite, Reference, content_of
+from .equality import same_bits
 from .leaves import can_be_live
 from .weak_values import AnyOf, WeakValues, described, matches, unchanged
 
@@ -33,6 +34,7 @@ class ReadGuards:
     fixed: set[tuple[int, str]]  # sites whose numbers cannot be inputs
     names_in_code: frozenset[str]  # of attributes and in text, of the user's code that ran
     layouts_read: set[bool]  # of the tensors whose strides the step asks for, ``is_index``
+    taken: list[tuple[torch.Tensor, torch.Tensor]]  # tensors whose values the step took, each with these
 
     @classmethod
     def of(cls, reads: Reads, holders: Collection[Any]) -> ReadGuards:
@@ -71,6 +73,7 @@ class ReadGuards:
             reads.fixed,
             frozenset(reads.names_in_code()),
             reads.layouts_read,
+            [*reads.taken.values()],
         )
 
     def hold(self) -> bool:
@@ -87,7 +90,7 @@ class ReadGuards:
             return False
         if not all(matches(site.get(), expected) for site, expected in self.weak):
             return False
-        return all(_is_one(references) for references in self.shared)
+        return all(same_bits(*pair) for pair in self.taken) and all(map(_is_one, self.shared))
 
     def changed_numbers(self) -> list[tuple[ReadSite, bool]]:
         """The sites with numbers that can be inputs, each with whether there is another value now."""
@@ -110,6 +113,9 @@ class ReadGuards:
         for container, content in self.holders:
             if not _matches(container, content):
                 return "the entries of a container that holds a log"
+        for tensor, values in self.taken:
+            if not same_bits(tensor, values):
+                return f"the values of {self.names.get(id(tensor), 'a tensor')}"
         return next(
             (f"{group[0].name} is no longer {group[1].name}" for group in self.shared if not _is_one(group)), ""
         )

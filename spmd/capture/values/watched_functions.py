@@ -1,4 +1,4 @@
-"""Functions that ask for more of a tensor than a trace knows: strides, its address, its graph, its largest value."""
+"""Functions that ask for more of a tensor than a trace knows: strides, its address, its graph, its values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..._torch import TorchFunctionMode
+from ..._torch import TorchFunctionMode, disable_modes
 from ...call.inputs import BatchInput, is_apart, is_index
-from ...python_state.reads import Reads
+from ...python_state.reads import Reads, is_array
+from ..tensor_attributes import is_real
 from ..unsupported import Refused
 from .known_values import known_value
 
 _STRIDES = {Tensor.is_contiguous, Tensor.stride, Tensor.as_strided, torch.as_strided}
+_TO_HOST = ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")
+_TAKES_VALUES = {getattr(Tensor, name) for name in _TO_HOST}
 _JOINED: tuple[Any, ...] = (Tensor.grad, Tensor.is_leaf, Tensor.grad_fn)  # what an argument has of its graph
 
 
@@ -23,6 +26,7 @@ class WatchedFunctions(TorchFunctionMode):
     """Notes in ``reads`` that the step asks for strides. Raises ``Refused`` if an argument is not contiguous then.
 
     Or if it asks for the gradient or the graph of one of the ``arguments``, fakes of ``inputs``, that came with one.
+    What takes the values of a tensor that is no input, such as an attribute, gets them, and ``reads`` the tensor.
     Gradients have the strides of their ``parameters``, as these have their own; and what is made of indices, such as
     rows of an embedding, has none of theirs.
     """
@@ -54,10 +58,21 @@ class WatchedFunctions(TorchFunctionMode):
                 f"it asks for the gradient or the graph of its argument {name}, which has one from before the step. "
                 f"Pass {name}.detach()."
             )
+        if func in _TAKES_VALUES and is_real(args[0]) and args[0].layout is torch.strided and not args[0].is_meta:
+            return self._take(func, args, kwargs or {})
         classes = (kwargs or {}).get("num_classes", args[1] if len(args) > 1 else -1)
         if func is F.one_hot and classes == -1 and known_value(given[0]) is None:
             raise Refused("it asks for the largest class. Say how many there are: F.one_hot(x, num_classes).")
         return func(*args, **(kwargs or {}))
+
+    def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with disable_modes():
+            self._reads.take(args[0])
+            values = func(*args, **kwargs)
+        if is_array(values):  # it has the tensor's own memory
+            name = self._reads.name_of(args[0]) or "an array of a tensor"
+            self._reads.compared.note(values, name, name.rpartition(".")[2])
+        return values
 
     def _is_of_parameter(self, tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) or any(tensor is each.grad for each in self._parameters)

@@ -10,6 +10,7 @@ and ``clocks.py``.
 """
 
 from .changes import Change
+from .compared_objects import is_array
 from .global_reads import global_chains, names_in
 from .journals import Journals, Lines
 from .python_reads import Reads
@@ -33,6 +34,7 @@ __all__ = [
     "containers_in",
     "content_of",
     "global_chains",
+    "is_array",
     "is_plain",
     "names_in",
     "passed_on",

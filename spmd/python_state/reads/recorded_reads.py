@@ -36,6 +36,7 @@ class RecordedReads:
     code: list[types.CodeType] = field(default_factory=list)  # the user's, that ran
     namespaces: list[dict[str, Any]] = field(default_factory=list)  # the globals of each of ``code``
     constants: set[int] = field(default_factory=set)  # ids of tensors at sites, which the program takes for constants
+    taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # see ``take``
     changes: list[Change] = field(default_factory=list)
     changed_containers: list[tuple[ContainerSnapshot, str]] = field(default_factory=list)  # with the key of the site
     stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)  # fakes, by the id of live state
@@ -62,6 +63,11 @@ class RecordedReads:
             return site.name
         containers = [*self.containers.values()]
         return next((each.name for each in containers if any(item is tensor for item in each.content or ())), "")
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Note that the step takes all values of a tensor as they are now, as numbers of Python's or an array."""
+        self.constants.add(id(tensor))
+        self.taken.setdefault(id(tensor), (tensor, tensor.detach().clone()))
 
     def was_read(self, site: ReadSite, before: Any) -> bool:
         """Whether the step may have read the value ``before``: not if it had written another when it first read."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,52 @@ def test_values_are_read_at_each_call_and_another_tensor_compiles_anew() -> None
                 each.table = each.table - 1  # another tensor: another program
         torch.testing.assert_close(compiled(models[0], optimizers[0], x), step(models[1], optimizers[1], x))
         assert len(compiled.programs) == (1 if k < 3 else 2)
+
+
+class Scaled(nn.Module):
+    """Results multiplied by what ``read`` makes of a tensor in Python."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.table, self.read = torch.ones(3, dtype=torch.float64), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.read(self.table)
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda table: table[1].item(),
+    "tolist": lambda table: table.tolist()[1],
+    "numpy": lambda table: float(table.numpy()[1]),
+    "asarray": lambda table: torch.from_numpy(numpy.asarray(table) * 2),
+    "dlpack": lambda table: float(numpy.from_dlpack(table)[1]),
+    "text": lambda table: float(f"{table}"[8:9]),
+    "bool": lambda table: 3.0 if table[1] > 1.5 else 5.0,
+    "int": lambda table: [1.0, 2.0, 3.0][int(table[1])],
+    "float": lambda table: 3.0 if float(table.sum()) > 4 else 5.0,
+    "index": lambda table: [1.0, 2.0, 3.0][table[1].long()],
+    "iter": lambda table: max(float(each) for each in table),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("read", READS.values(), ids=[*READS])
+def test_values_that_python_takes_are_those_of_each_call(read: Callable[[Tensor], Any]) -> None:
+    """An array or text of the tensor was that of a fake, or of the first call, whatever was written since."""
+    model, compiled, x = Scaled(read), spmd.compile(lambda model, x: model(x)), torch.ones(3, dtype=torch.float64)
+    for value in (1.0, 2.0, 2.0, 1.0):
+        model.table.data.fill_(value)  # counts as no version
+        assert torch.equal(compiled(model, x), model(x))
+    assert len(compiled.programs) <= 2
+    assert torch.equal(model.table, torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_write_through_an_array_of_a_tensor_is_refused_and_undone() -> None:
+    model = Scaled(lambda table: float(table.numpy().__iadd__(1.0)[0]))
+    with pytest.raises(spmd.CaptureError, match=r"the step writes to model\.table"):
+        spmd.compile(lambda model, x: model(x))(model, torch.ones(3, dtype=torch.float64))
+    assert model.table.tolist() == [1.0, 1.0, 1.0]
 
 
 class Tables(nn.Module):
