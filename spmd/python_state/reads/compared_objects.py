@@ -23,7 +23,7 @@ _DRAWS = (
 )
 _WRITES = (
     "the step writes to {name}, which a compiled step would do only once, while it is traced: return the value, and "
-    "write it outside of the step"
+    "write it outside of the step, or make the array in the step"
 )
 
 _LARGE = 1 << 26  # bytes of an array of which no copy is made: it may be a data set

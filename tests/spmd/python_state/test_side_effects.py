@@ -195,3 +195,15 @@ def test_files_of_the_step_itself_and_prints_to_files_work(capsys: pytest.Captur
         step(model, optimizer, *CASE.part(0, k))
     assert target.getvalue() == "line\n" * 3
     assert capsys.readouterr().err.count("shown\n") == 3
+
+
+def test_of_an_array_the_line_that_writes_is_named_and_not_one_that_reads_it_later() -> None:
+    target = SimpleNamespace(scratch=numpy.ones(2))
+
+    def step(x: Tensor) -> Tensor:
+        target.scratch[0] = 2.0
+        return x * float(target.scratch[0])
+
+    with pytest.raises(spmd.CaptureError, match=r": target\.scratch\[0\] = 2\.0"):
+        spmd.compile(step)(torch.ones(2))
+    assert target.scratch.tolist() == [1.0, 1.0]
