@@ -90,6 +90,13 @@ def test_models_of_transformers_as_they_are(ranks: Ranks, kind: str, schedule: s
     assert_agrees(ranks, Training(kind), {"pp": 2}, **TWO | {"schedule": schedule})
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", ["deep", "encoder-decoder", "unet", *HUGGING_FACE])
+def test_numbers_on_four_stages(ranks: Ranks, kind: str, schedule: str) -> None:
+    assert_agrees(ranks, Training(kind), {"pp": 4}, **TWO | {"schedule": schedule})
+
+
 SPLIT = {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
 
 
@@ -101,7 +108,6 @@ SPLIT = {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
         (Training("masked"), {"pp": 2, "tp": 2}, {"axes": {"tensor": "tp"}, "params": SPLIT}),
         # pytorch#159942: batches of other lengths, and of other numbers of rows, in turn.
         (Training("masked", lengths=(6, 4)), {"pp": 2}, {"axes": {}}),
-        pytest.param(Training("deep"), {"pp": 4}, {"axes": {}}, marks=pytest.mark.exhaustive),
         pytest.param(
             Training("tied"),
             {"pp": 2, "dp": 2, "tp": 2},
@@ -109,7 +115,7 @@ SPLIT = {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
             marks=pytest.mark.exhaustive,
         ),
     ],
-    ids=["fully_shard", "tensor", "lengths", "four", "eight"],
+    ids=["fully_shard", "tensor", "lengths", "eight"],
 )
 def test_numbers_on_other_meshes(ranks: Ranks, case: Training, sizes: dict[str, int], mode: dict[str, Any]) -> None:
     assert_agrees(ranks, case, sizes, **mode | {"axes": mode["axes"] | {"stages": "pp"}, "micro_batches": 4})
