@@ -93,7 +93,9 @@ def test_models_of_transformers_as_they_are(ranks: Ranks, kind: str, schedule: s
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", ["deep", "encoder-decoder", "unet", *HUGGING_FACE])
-def test_numbers_on_four_stages(ranks: Ranks, kind: str, schedule: str) -> None:
+def test_numbers_on_four_ranks(ranks: Ranks, kind: str, schedule: str) -> None:
+    if schedule == "interleaved" and kind not in ("deep", "T5"):
+        pytest.skip("fewer than eight modules, one for each stage")
     assert_agrees(ranks, Training(kind), {"pp": 4}, **TWO | {"schedule": schedule})
 
 
