@@ -70,12 +70,11 @@ def _check_able() -> None:
         raise NoNetworkError("two hosts need root, to make network namespaces: run this as root")
 
 
-_CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
-"""Reno, which any namespace may take: BBR, which a machine may have, sends next to nothing for 200 ms every 10 s."""
-
-
 def _link(hosts: tuple[str, ...], rate: str) -> None:
-    """A virtual cable, each end of which sends at ``rate``."""
+    """A virtual cable, each end of which sends at ``rate``.
+
+    By Reno, which any namespace may take: a machine may have BBR, which sends next to nothing for 200 ms every 10 s.
+    """
     _ip("-n", hosts[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", hosts[1])
     for number, host in enumerate(hosts):
         _ip("-n", host, "address", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
@@ -83,7 +82,7 @@ def _link(hosts: tuple[str, ...], rate: str) -> None:
             _ip("-n", host, "link", "set", interface, "up")
         queue = ("dev", "eth0", "root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
         _run("tc", "-n", host, "qdisc", "add", *queue)
-        _ip("netns", "exec", host, "sh", "-c", f"echo reno > {_CONGESTION}")
+        _ip("netns", "exec", host, "sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def _ip(*words: str, check: bool = True) -> None:

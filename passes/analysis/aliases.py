@@ -111,4 +111,4 @@ def _shared_arguments(node: fx.Node) -> list[fx.Node]:
     op: Any = node.target
     if not has(op, Trait.DECLARED):
         return node.all_input_nodes  # Python code, an op of the user's: its result may be any argument
-    return nodes_in([argument(node, name) for name in schema(op).shared])  # as Tensor(a) is
+    return nodes_in([argument(node, name) for name in schema(op).shared])

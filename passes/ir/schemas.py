@@ -55,7 +55,7 @@ class Schema:
 
     @cached_property
     def shared(self) -> list[str]:
-        """The names of the arguments in whose memory a result may lie."""
+        """The names of the arguments in whose memory a result may lie, as ``Tensor(a)`` says."""
         return [argument.name for argument in self.arguments if argument.shared]
 
     @cached_property
@@ -69,6 +69,9 @@ class Schema:
         return [(argument.name, argument.type) for argument in self.arguments if not argument.is_out]
 
 
+_KNOWN: dict[int, tuple[OpOverload, Schema]] = {}  # by the id of the op, whose own hash is slow
+
+
 def schema(op: Any) -> Schema:
     """The declaration of an op, or of a region."""
     known = _KNOWN.get(id(op))
@@ -76,12 +79,8 @@ def schema(op: Any) -> Schema:
         return known[1]
     if isinstance(op, Region):
         return _of_region(op)
-    found = _of_op(op)
-    _KNOWN[id(op)] = op, found
-    return found
-
-
-_KNOWN: dict[int, tuple[OpOverload, Schema]] = {}  # by the id of the op, whose own hash is slow
+    _KNOWN[id(op)] = op, _of_op(op)
+    return _KNOWN[id(op)][1]
 
 
 def _of_region(region: Region) -> Schema:

@@ -100,8 +100,9 @@ class HyperGuards:
         """The 0-dim state on which branches are that this state does not take, each with its value."""
         live = dict(zip(names, state, strict=True))
         failed = [branch for branch in self.branches if not branch.holds(live)]
-        values = [f"{name} = {live[name].item()}" for branch in failed for name in branch.reads]
-        return list(dict.fromkeys(values)) or ["other values of a tensor that is no argument"] * bool(failed)
+        if failed and not any(branch.reads for branch in failed):
+            return ["other values of a tensor that is no argument"]
+        return list(dict.fromkeys(f"{name} = {live[name].item()}" for branch in failed for name in branch.reads))
 
     def hold_for_state(self, names: Sequence[str], state: Sequence[torch.Tensor]) -> bool:
         """Whether a call with this state takes the same branches."""

@@ -9,8 +9,8 @@ import torch
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have one dtype, one shape, and values that are equal to the last bit."""
-    if one.dtype is not other.dtype or one.shape != other.shape:
+    """Whether two tensors have one device, one dtype, one shape, and values that are equal to the last bit."""
+    if (one.device, one.dtype, one.shape) != (other.device, other.dtype, other.shape):
         return False
     bits = (x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for x in (one, other))
     return torch.equal(*bits)
