@@ -326,7 +326,7 @@ def whole_bias(program: Program) -> bool:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("edit", [test_bundles.nothing, pytest.param(whole_bias, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("edit", [test_bundles.nothing, whole_bias])
 def test_stages_beside_tensors_are_certified(edit: Callable[[Program], bool]) -> None:
     """A share of a bias is no value of the captured program, and an addend of one."""
     torch.manual_seed(0)
