@@ -59,7 +59,9 @@ def test_a_file_that_is_missing_or_an_entry_under_another_name_is_found(trainer:
     cache = tmp_path / "cache"
     train(trainer, cache)
     (entry,) = cache.iterdir()
-    other = entry.rename(entry.with_name(f"{entry.name[:-3]}0-0"))
+    key, coordinates = entry.name.rsplit("-", 1)
+    digit = "1" if key[-1] == "0" else "0"
+    other = entry.rename(entry.with_name(f"{key[:-1]}{digit}-{coordinates}"))
     with pytest.raises(NotCachedError, match="under another name"):
         Folder.open(cache).read(other)
     other.rename(entry)
