@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..capture.tensor_attributes import is_constant
-from ..python_state.reads import MISSING, READERS, Reads, ReadSite, Reference, content_of
+from ..python_state.reads import MISSING, READERS, Contents, Reads, ReadSite, Reference, content_of
 from .equality import same_bits
 from .leaves import can_be_live
 from .weak_values import AnyOf, WeakValues, described, matches, unchanged
@@ -35,12 +35,14 @@ class ReadGuards:
     names_in_code: frozenset[str]  # of attributes and in text, of the user's code that ran
     layouts_read: set[bool]  # of the tensors whose strides the step asks for, ``is_index``
     taken: list[tuple[torch.Tensor, torch.Tensor]]  # tensors whose values the step took, each with these
+    inside: list[Contents]  # of arrays, and what else lies at no site
 
     @classmethod
-    def of(cls, reads: Reads, holders: Collection[Any]) -> ReadGuards:
+    def of(cls, reads: Reads, holders: Collection[Any], constants: Collection[torch.Tensor]) -> ReadGuards:
         """The values now. Of tensors only constants count: all others are refused, or are state.
 
-        ``holders``: objects that hold models; neither they nor models are kept alive.
+        ``holders``: objects that hold models; neither they nor models are kept alive. ``constants``: the tensors that
+        each call reads anew, with them arrays that are their memory (``torch.from_numpy``).
         """
         values = WeakValues(set(map(id, holders)))
         reads.forget_notes()
@@ -74,6 +76,7 @@ class ReadGuards:
             frozenset(reads.names_in_code()),
             reads.layouts_read,
             [*reads.taken.values()],
+            [each for each in reads.contents if not any(each.has_memory_of(x) for x in constants)],
         )
 
     def hold(self) -> bool:
@@ -89,6 +92,8 @@ class ReadGuards:
         if not all(_matches(c, content) for c, content in self.holders):
             return False
         if not all(matches(site.get(), expected) for site, expected in self.weak):
+            return False
+        if not all(unchanged(each.read(), each.before) for each in self.inside):
             return False
         return all(same_bits(*pair) for pair in self.taken) and all(map(_is_one, self.shared))
 
@@ -116,6 +121,9 @@ class ReadGuards:
         for tensor, values in self.taken:
             if not same_bits(tensor, values):
                 return f"the values of {self.names.get(id(tensor), 'a tensor')}"
+        for each in self.inside:
+            if not unchanged(each.read(), each.before):
+                return f"what {each.name} holds"
         return next(
             (f"{group[0].name} is no longer {group[1].name}" for group in self.shared if not _is_one(group)), ""
         )

@@ -22,6 +22,7 @@ prints, ``logging``                     stand-ins that record                   
 iterators, files, queues, streams       stand-ins that refuse                                  ``refusing.py``
 clocks                                  stand-ins that refuse, in the module ``time``          ``clocks.py``
 random generators, arrays               their state, compared at the end                       ``compared_objects.py``
+arrays, views, context, environment     as a whole, for guards                                 ``contents.py``
 parameter groups, gradients             entries, compared at the end                           ``effects/groups.py``
 ======================================  =====================================================  ======================
 

@@ -6,11 +6,11 @@ they are observed. ``stand_ins.py`` puts fakes, and what records or refuses, in 
 ``recorded_reads.py`` is what is left for guards; ``read_sites.py``, ``snapshots.py`` and ``changes.py`` define what
 that holds. ``replacement_reads.py`` records the reads of overrides. What each call of a program repeats is recorded in
 ``journals.py`` and ``logging_calls.py``; what none could repeat is refused in ``refusing.py``, ``compared_objects.py``
-and ``clocks.py``.
+and ``clocks.py``. ``contents.py`` has what arrays and the environment hold.
 """
 
 from .changes import Change
-from .compared_objects import is_array
+from .contents import Contents, is_array
 from .global_reads import global_chains, names_in
 from .journals import Journals, Lines
 from .python_reads import Reads
@@ -25,6 +25,7 @@ __all__ = [
     "READERS",
     "Change",
     "ContainerSnapshot",
+    "Contents",
     "Journals",
     "Lines",
     "ReadSite",

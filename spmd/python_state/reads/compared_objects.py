@@ -16,6 +16,7 @@ from typing import Any
 from passes import CaptureError
 
 from ..lines import line_naming
+from .contents import LARGE, is_array
 
 _DRAWS = (
     "the step draws from {name}, and each call of its program would get the same numbers again: draw with torch "
@@ -25,8 +26,6 @@ _WRITES = (
     "the step writes to {name}, which a compiled step would do only once, while it is traced: return the value, and "
     "write it outside of the step, or make the array in the step"
 )
-
-_LARGE = 1 << 26  # bytes of an array of which no copy is made: it may be a data set
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,18 +71,12 @@ class ComparedObjects:
             raise CaptureError(each.reason.format(name=each.name) + (f"\n    {line}" if line else ""))
 
 
-def is_array(value: Any) -> bool:
-    """Whether it is an array of Python's or numpy's."""
-    numpy = sys.modules.get("numpy")
-    return isinstance(value, (bytearray, array.array)) or (numpy is not None and isinstance(value, numpy.ndarray))
-
-
 def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
     """(read, write) of its state."""
     if isinstance(value, (bytearray, array.array)):
         return lambda: value[:], lambda before: value.__setitem__(slice(None), before)
     if is_array(value):
-        is_watched = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= _LARGE
+        is_watched = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= LARGE
         return (value.copy, lambda before: value.__setitem__(..., before)) if is_watched else None
     if isinstance(value, random.Random):
         return value.getstate, value.setstate

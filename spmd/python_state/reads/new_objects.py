@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .compared_objects import is_array
+from .contents import is_array
 
 # Never taken for new: the collector does not list every object of the first three, and the others hold no state.
 _NEVER_NEW = (

@@ -13,6 +13,7 @@ from ..._torch import tree_flatten
 from ..traced import holds_fakes
 from .changes import Change
 from .compared_objects import ComparedObjects
+from .contents import Contents
 from .journals import Journals
 from .new_objects import NewObjects
 from .read_sites import ReadSite, Reference
@@ -49,6 +50,7 @@ class RecordedReads:
     layouts_read: set[bool] = field(default_factory=set)  # of the tensors whose strides the step asks for, ``is_index``
     notes: set[Any] = field(default_factory=set)  # keys of sites and containers that overrides alone have read
     compared: ComparedObjects = field(default_factory=ComparedObjects)
+    contents: list[Contents] = field(default_factory=list)  # of arrays, and what else lies at no site
     at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
     new: NewObjects = field(default_factory=NewObjects)  # what the step makes itself is no state
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import collections
+import os
 import sys
 import threading
 import types
@@ -22,6 +23,7 @@ from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS
 from ...interpreter.foreign_code import is_foreign_code, is_foreign_module, is_importing
 from ..traced import is_instance
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
+from .contents import Contents
 from .global_reads import GlobalReads, globals_in, names_in
 from .journals import Recording
 from .namespaces import Namespaces
@@ -45,6 +47,7 @@ _WRAPPERS = {  # of the user's functions, each with the attributes that hold wha
     property: ("fget",),
     cached_property: ("func",),
 }
+_ENVIRONMENT = frozenset(("environ", "getenv"))  # how code in Python reads it
 _CACHED = type(lru_cache(len))
 
 
@@ -112,6 +115,8 @@ class Watching:
         self._reads.code.append(code)
         self._reads.namespaces.append(variables)
         self._namespaces.read_by(code)
+        if not _ENVIRONMENT.isdisjoint(code.co_names):
+            self._follow(os.environ, "os.environ")
         for name in names_in(code, "IMPORT_NAME"):
             self._follow(sys.modules.get(name), name)
         for holder, key, where in globals_in(code, variables):
@@ -220,6 +225,8 @@ class Watching:
                     self._follow(item, f"{name}[{index!r}]", owned, key)
         if isinstance(value, types.FunctionType):
             self._follow_function(value)
+        elif isinstance(value, threading.local):
+            self._follow(vars(value), name)
         elif isinstance(value, (type, types.ModuleType)):
             self._reach(value)
         elif isinstance(value, _CACHED):
@@ -240,6 +247,8 @@ class Watching:
             self._stand_ins.put(Reference(name, value), each)
         if value not in self._reads.new:
             self._reads.compared.note(value, name, key)
+            contents = Contents.of(value, name)
+            self._reads.contents += [] if contents is None else [contents]
         if is_foreign_module(cls.__module__) and cls not in _SETTINGS:
             return
         self._reach(cls)
