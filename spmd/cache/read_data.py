@@ -103,6 +103,8 @@ def reads_to_data(
         "names in code": sorted(reads.names_in_code()),
     }
     _check_code(reads, describer)
+    if reads.contents:
+        raise NotCachedError(f"the step reads {reads.contents[0].name}, and no entry holds what is in it")
     return data, placed
 
 
@@ -148,8 +150,6 @@ def _check_recorded(reads: Reads) -> None:
         raise NotCachedError("the step asks for strides of tensors")
     if reads.taken:
         raise NotCachedError("the step takes the values of a tensor that is no argument")
-    if reads.contents:
-        raise NotCachedError(f"the step reads {reads.contents[0].name}, of which no entry holds the contents")
     if reads.references:
         raise NotCachedError(f"{reads.references[0].name} refers to state besides its module")
     if any(site.kind == "item now" for site in reads.sites.values()):

@@ -262,7 +262,7 @@ class Certification:
     def _derived(self, own: Any, machine: Machine) -> str:
         for x in symbols.tensors_of(own):
             marks = symbols.pieces(x)[1]
-            axes = [axis.name for k, axis in enumerate(machine.mesh.axes) if _is_pending(marks, k)]
+            axes = [axis.name for k, axis in enumerate(machine.mesh.axes) if symbols.is_pending(marks, k)]
             if machine.is_poisoned(x):
                 return "memory without a value"
             if machine.run is not None and machine.run.is_sum(x):
@@ -431,8 +431,3 @@ def _placements(program: Program) -> dict[str, Placements]:
 
 def _returned(program: Program) -> list[tuple[OutputKind, str]]:
     return [(each.kind, each.name) for each in program.outputs if each.kind is not OutputKind.UPDATE]
-
-
-def _is_pending(marks: Tensor, axis: int) -> bool:
-    bits = sum(symbols.pending(axis, each) for each in symbols.REDUCTIONS)
-    return bool((marks & bits).any())

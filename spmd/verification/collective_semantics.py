@@ -128,6 +128,10 @@ SEMANTICS: dict[Any, Callable[[Any, Arguments], Results]] = {
 _OF_TWO_RANKS = (_messages.send.default, _messages.recv.default)
 SEMANTICS |= {out: SEMANTICS[op] for op, out in OUT_VARIANTS.items() if op not in _OF_TWO_RANKS}
 
+_APART = (_messages.exchange.default, _messages.swap.default)
+ADDENDS_APART = {*_APART, *(OUT_VARIANTS[op] for op in _APART)}
+"""The collectives whose ranks add up themselves what they receive."""
+
 COPIES_FIRST = {
     c10d.all_reduce.default,
     c10d.all_reduce_.default,

@@ -24,7 +24,7 @@ from passes.runtime.random import draw
 
 from .._torch import OpOverload, tree_flatten, tree_map
 from . import symbolic_ops, symbols
-from .symbolic import known_numbers
+from .symbolic import addends, known_numbers
 from .symbolic.sums_of_runs import ADDS, Run
 from .symbolic_ops import Unknown, call_of, functional, is_tensor
 
@@ -74,7 +74,7 @@ class Machine:
         for x in tensors:
             found, marks = symbols.pieces(x)
             found.fill_(symbols.UNWRITTEN)
-            marks.bitwise_and_(~symbols.UNKNOWN)
+            marks.bitwise_and_(~symbols.DOUBT)
 
     def is_poisoned(self, x: Tensor) -> bool:
         """Whether some element is no value."""
@@ -246,11 +246,18 @@ class Machine:
         self._keep(node, values if several else values[0], dtypes if several else dtypes[0])
 
     def _completed(self, values: Any) -> Any:
-        """Values of which sums over runs are what they are once all runs have added to them."""
-        if self.run is None or self._captured is None:
+        """Values of which sums are what they are once all ranks' addends are in them, and those of all runs."""
+        captured, run = self._captured, self.run
+        if captured is None:
             return values
-        shares, known = self.run.shares, self._captured.symbols
-        return tree_map(lambda x: shares.completed(x, known) if symbols.tensors_of(x) else x, values)
+
+        def complete(x: Any) -> Any:
+            if not symbols.tensors_of(x):
+                return x
+            x = addends.completed(x, captured.has)
+            return x if run is None else run.shares.completed(x, captured.symbols)
+
+        return tree_map(complete, values)
 
     def _laid_out(self, x: Any, val: Any) -> Any:
         """A result with the strides that it has in the program."""
@@ -318,7 +325,7 @@ class Machine:
             return x
         dtype = self._lies_in[node]
         found, marks = (each.clone() for each in symbols.pieces(x))
-        flags = symbols.UNKNOWN | symbols.PENDING | symbols.LOGARITHM
+        flags = symbols.DOUBT | symbols.PENDING | symbols.LOGARITHM
         lost = (marks & ~flags) != symbols.mark_of(dtype)
         for k in range(1, dtype.itemsize):
             tail = symbols.pieces(_byte(x, k))

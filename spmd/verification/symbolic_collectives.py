@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,14 +22,16 @@ from passes.ir.collectives import c10d, channel_of, group_of, is_shared, kind_of
 from passes.ir.schemas import argument, schema
 
 from . import symbols
-from .collective_semantics import COPIES_FIRST, SEMANTICS
+from .collective_semantics import ADDENDS_APART, COPIES_FIRST, SEMANTICS
 from .families import Family
 from .lockstep import LockstepError, Published, ends_of
 from .machine import CapturedMachine, Machine
+from .symbolic.addends import taken_apart
 from .symbolic_ops import Unknown
 from .symbols import tensors_of
 
 Coordinates = tuple[int, ...]
+_NUMBERS = count(1)
 
 
 @dataclass
@@ -93,7 +96,7 @@ class Collectives:
     ) -> None:
         self.captured, self.ranks = captured, ranks
         self._messages, self._under_way = messages or Messages(), [] if flying is None else flying
-        self._published = Published()
+        self._published, self._number = Published(), next(_NUMBERS)
         self._flying: list[_InFlight] = []
         self._at = {tuple(axis.coordinate for axis in each.program.mesh.axes): k for k, each in enumerate(ranks)}
 
@@ -101,6 +104,8 @@ class Collectives:
         """Start the collective of a node on each rank."""
         node = nodes[0]
         name = schema(node.target).arguments[0].name
+        if node.target in ADDENDS_APART:
+            self._take_apart(nodes)
         pairs = list(zip(self.ranks, nodes, strict=True))
         operands = [machine.read_all(argument(each, name)) for machine, each in pairs]
         lying = [machine.value(argument(each, name)) for machine, each in pairs]
@@ -121,6 +126,26 @@ class Collectives:
         self._flying.append(_InFlight(nodes, operands, before, results))
         for (machine, each), result in zip(pairs, results, strict=True):
             machine.keep_result(each, result, argument(each, "out"))
+
+    def _take_apart(self, nodes: Sequence[fx.Node]) -> None:
+        """Let each rank hold its own addends of what its group will add up, if all of the group are looked at."""
+        for group in self._groups(nodes[0]):
+            line = [self._at[each] for each in group.members if each in self._at]
+            if len(line) < group.size:
+                continue
+            operands = [argument(nodes[rank], schema(nodes[rank].target).arguments[0].name) for rank in line]
+            held = [self.ranks[rank].read(x) for rank, x in zip(line, operands, strict=True)]
+            marks = symbols.pieces(held[0])[1]
+            bit = symbols.pending(group.axis, "sum")
+            others = (marks & symbols.PENDING & ~bit).unique()
+            if len(others) > 1 or not all(map(torch.equal, _bits(held[:1] * len(held)), _bits(held))):
+                continue
+            place = [n for k, n in enumerate(group.members[0]) if k != group.axis and not symbols.is_pending(others, k)]
+            in_run = symbols.is_pending(others, len(group.members[0]))
+            parts = taken_apart(held[0], bit, len(line), (nodes[0].name, *place, 0 if in_run else self._number))
+            for rank, x, part in zip(line, operands, parts, strict=True):
+                machine = self.ranks[rank]
+                machine.write_result(x, machine.value(x), part)
 
     def start_message(self, nodes: Sequence[fx.Node]) -> None:
         """Send what each rank sends, or make place for what it receives."""
@@ -250,8 +275,7 @@ class Collectives:
 
     def _check_complete(self, operands: Sequence[Any], group: _Group) -> None:
         """Parts of a sum that is pending over an axis are not exchanged along it."""
-        bits = sum(symbols.pending(group.axis, each) for each in symbols.REDUCTIONS)
-        if any(bool((symbols.pieces(x)[1] & bits).any()) for x in tensors_of(list(operands))):
+        if any(symbols.is_pending(symbols.pieces(x)[1], group.axis) for x in tensors_of(list(operands))):
             raise Unknown("it exchanges values that are still to be reduced over its axis")
 
     def _arguments(self, node: fx.Node, group: _Group | None) -> dict[str, Any]:
@@ -287,9 +311,9 @@ def _reduced(operands: Sequence[Tensor], reduction: str, group: _Group) -> Tenso
     bit, bits = symbols.pending(group.axis, kind), sum(symbols.pending(group.axis, each) for each in symbols.REDUCTIONS)
     pieces = [symbols.pieces(x) for x in operands]
     found, marks = pieces[0]
-    unknown = reduce(torch.bitwise_or, (each & symbols.UNKNOWN for _, each in pieces))
+    unknown = reduce(torch.bitwise_or, (each & symbols.DOUBT for _, each in pieces))
     pending = (marks & bits) != 0
-    if any(bool(((each ^ marks) & ~symbols.UNKNOWN).any()) for _, each in pieces):
+    if any(bool(((each ^ marks) & ~symbols.DOUBT).any()) for _, each in pieces):
         raise Unknown("some ranks hold values that are to be reduced, and others do not")
     if bool((pending & (marks & bits != bit)).any()):
         raise Unknown(f"it reduces by {reduction!r} what is to be reduced otherwise", wrong=True)

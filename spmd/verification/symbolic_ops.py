@@ -22,7 +22,7 @@ from passes.update.optimizer_kernels import Kernel
 from .._torch import OpOverload, tree_flatten, tree_map
 from ..rules.pointwise import LINEAR
 from . import symbols
-from .symbolic import attention
+from .symbolic import addends, attention
 from .symbolic.updates import UPDATES, WITH_ROOTS, described, new_values
 
 aten = torch.ops.aten
@@ -163,7 +163,15 @@ def _empty(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
     return made
 
 
+def _summed(sizes: Sizes, op: OpOverload, x: Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> Results:
+    found = addends.summed(x, list(dims or ()), keepdim)
+    if found is None:
+        raise Unknown(f"no call of {op} in the captured program has operands of which these are parts")
+    return [found]
+
+
 _OTHERS: dict[str, Computed] = {
+    "sum": _summed,
     "constant_pad_nd": _padded,
     "fill": _filled,
     "zero": lambda sizes, op, x: _filled(sizes, op, x, 0),
@@ -272,11 +280,13 @@ def _pending(sizes: Sizes, op: OpOverload, tensors: dict[str, Tensor]) -> tuple[
     if not tensors:
         return torch.tensor(0), tensors
     marks = {name: symbols.pieces(x)[1] for name, x in tensors.items()}
-    unknown = reduce(torch.bitwise_or, (each & symbols.UNKNOWN for each in torch.broadcast_tensors(*marks.values())))
+    unknown = reduce(torch.bitwise_or, (each & symbols.DOUBT for each in torch.broadcast_tensors(*marks.values())))
     pending = {name: mark & symbols.PENDING for name, mark in marks.items()}
     having = {name for name, mark in pending.items() if bool(mark.any())}
     if not having:
         return unknown, tensors
+    if bool((unknown & symbols.ADDEND).any()):
+        raise Unknown("it reads addends of a sum that ranks have exchanged, and what is still to be reduced")
     for names in LINEAR.get(op, ()):
         if having <= set(names) <= set(tensors):
             together = reduce(torch.bitwise_or, torch.broadcast_tensors(*(pending[name] for name in names)))
@@ -313,8 +323,8 @@ def _updated(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results
     for k, param in enumerate(lists["p"]):
         entry = {name: given[k] for name, given in lists.items() if given}
         for name, new in new_values(kernel, _in_one_dtype(kernel, entry), kwargs).items():
-            unknown = reduce(torch.bitwise_or, (symbols.pieces(x)[1] & symbols.UNKNOWN for x in entry.values()))
-            results[name][k] = symbols.elements(new, (symbols.pieces(param)[1] & ~symbols.UNKNOWN) | unknown)
+            unknown = reduce(torch.bitwise_or, (symbols.pieces(x)[1] & symbols.DOUBT for x in entry.values()))
+            results[name][k] = symbols.elements(new, (symbols.pieces(param)[1] & ~symbols.DOUBT) | unknown)
     return list(results.values())[: len(schema(op).results)]
 
 

@@ -33,6 +33,10 @@ PENDING = (1 << AXES * len(REDUCTIONS)) - 1
 """The marks of what is still to be reduced."""
 UNKNOWN = 1 << 31
 """The mark of what was computed from values that are not shown."""
+ADDEND = 1 << 29
+"""The mark of what was computed from some ranks' addends of a sum (``symbolic/addends.py``)."""
+DOUBT = UNKNOWN | ADDEND
+"""The marks of what is not shown."""
 LOGARITHM = 1 << 30
 """The mark of a logarithm: its symbol is that of the number it is the logarithm of."""
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
@@ -77,6 +81,11 @@ def pending(axis: int, reduction: str) -> int:
     return 1 << (axis + AXES * REDUCTIONS.index(reduction))
 
 
+def is_pending(marks: Tensor, axis: int) -> bool:
+    """Whether some of these marks are of values that are still to be reduced over an axis."""
+    return bool((marks & sum(pending(axis, each) for each in REDUCTIONS)).any())
+
+
 def mark_of(dtype: torch.dtype) -> int:
     """The mark of a dtype."""
     return _CODES[dtype] << _DTYPE
@@ -96,7 +105,7 @@ def dtype_of(x: Tensor) -> torch.dtype | None:
 
 def is_unknown(x: Tensor) -> bool:
     """Whether some element was computed from values that are not shown."""
-    return bool((pieces(x)[1] & UNKNOWN).any())
+    return bool((pieces(x)[1] & DOUBT).any())
 
 
 def as_pending(x: Tensor, pending: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -114,7 +123,7 @@ def with_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     casts = before != dtype and before is not None
     found, marks = pieces(without_logarithms(x) if casts else x)
     found = cast(found, dtype) if casts else found
-    return elements(found, (marks & (PENDING | UNKNOWN | LOGARITHM)) | mark_of(dtype))
+    return elements(found, (marks & (PENDING | DOUBT | LOGARITHM)) | mark_of(dtype))
 
 
 def without_logarithms(x: Tensor) -> Tensor:

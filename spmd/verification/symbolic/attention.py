@@ -64,7 +64,7 @@ class _Given:
         if self.named["dropout_p"]:
             raise ValueError("it draws numbers")
         pieces = [symbols.pieces(x)[1] for x in symbols.tensors_of(list(self.named.values()))]
-        if any(bool((marks & (symbols.PENDING | symbols.UNKNOWN)).any()) for marks in pieces):
+        if any(bool((marks & (symbols.PENDING | symbols.DOUBT)).any()) for marks in pieces):
             raise ValueError("it reads values that are not shown, or are still to be reduced")
         width = self.named["query"].shape[-1]
         self.scale = torch.tensor(number(width**-0.5 if self.named["scale"] is None else self.named["scale"]))

@@ -35,7 +35,7 @@ _WITHOUT = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 def numbers(x: Tensor) -> Tensor | None:
     """The values of elements that are known; None if some is not."""
     dtype, (found, marks) = symbols.dtype_of(x), symbols.pieces(x)
-    if dtype is None or dtype.is_complex or bool((marks & (symbols.PENDING | symbols.UNKNOWN)).any()):
+    if dtype is None or dtype.is_complex or bool((marks & (symbols.PENDING | symbols.DOUBT)).any()):
         return None
     lowest = (found == attention.LOWEST) & dtype.is_floating_point
     values = symbols.whole_numbers(found).masked_fill(lowest, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -338,3 +338,56 @@ def test_stages_beside_tensors_are_certified(edit: Callable[[Program], bool]) ->
     given = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 4).double(), torch.randn(4, 3).double()
     found = spmd.certify(compiled, *given, world=4, mesh={"pp": 2, "tp": 2})
     assert bool(found) is (edit is not whole_bias), found
+
+
+# What two ranks do with their own addends of a sum and with those that they receive.
+ADDS: dict[str, Callable[[Any, Any], tuple[Any, tuple[Any, ...]]]] = {
+    "as it is": lambda own, other: (aten.add.Tensor, (own, other)),
+    "own alone": lambda own, other: (aten.mul.Tensor, (own, 1)),
+    "received alone": lambda own, other: (aten.mul.Tensor, (other, 1)),
+    "own twice": lambda own, other: (aten.add.Tensor, (own, own)),
+    "subtracted": lambda own, other: (aten.sub.Tensor, (own, other)),
+    "moved": lambda own, other: (aten.roll.default, (other, [1])),
+}
+
+
+@dataclass(frozen=True)
+class Added(passes.Pass):
+    """Writes something else for the sum of what two ranks have exchanged."""
+
+    add: Callable[[Any, Any], tuple[Any, tuple[Any, ...]]]
+
+    def rewrite(self, program: Program) -> int:
+        """Return how many were written."""
+        found = [node for node in program.graph.nodes if "completes" in node.meta and node.target is aten.add.Tensor]
+        for total in found:
+            total.target, total.args = self.add(*total.args)
+        return len(found)
+
+
+def certified_addends(add: str, ranks: int, kind: Any = "fully_shard", **options: Any) -> Any:
+    """The certificate of two stages, each of ``ranks`` ranks that exchange parts of gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).double()
+    pipeline, axes = passes.default(), {"stages": "pp", "batch": "dp"}
+    at = next(k for k, each in enumerate(pipeline) if isinstance(each, passes.Realise)) + 1
+    edited = (*pipeline[:at], Added(ADDS[add]), *pipeline[at:])
+    mode = spmd.DataParallel(kind, axes=axes, micro_batches=2, **options)
+    compiled = spmd.compile(step, parallel_mode=mode, passes=edited)
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(12, 4).double(), torch.randn(12, 3).double()
+    return spmd.certify(compiled, *given, world=2 * ranks, mesh={"pp": 2, "dp": ranks})
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "add", ["as it is", "own twice", "moved", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in [*ADDS][1:5:2])]
+)
+def test_addends_that_two_ranks_exchange_are_certified(add: str) -> None:
+    found = certified_addends(add, 2)
+    assert bool(found) is (add == "as it is"), found
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mode", [{}, {"kind": "replicate", "shard_optimizer": True}], ids=["split", "optimizer"])
+def test_addends_that_three_ranks_exchange_are_certified(mode: dict[str, Any]) -> None:
+    assert certified_addends("as it is", 3, **mode)
