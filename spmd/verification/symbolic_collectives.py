@@ -141,8 +141,9 @@ class Collectives:
             if len(others) > 1 or not all(map(torch.equal, _bits(held[:1] * len(held)), _bits(held))):
                 continue
             place = [n for k, n in enumerate(group.members[0]) if k != group.axis and not symbols.is_pending(others, k)]
-            in_run = symbols.is_pending(others, len(group.members[0]))
-            parts = taken_apart(held[0], bit, len(line), (nodes[0].name, *place, 0 if in_run else self._number))
+            of_runs = symbols.is_pending(others, len(group.members[0]))  # all runs of a program add to one sum
+            program = len(self.ranks[0].program.graph.nodes) if of_runs else self._number
+            parts = taken_apart(held[0], bit, len(line), (nodes[0].name, program, *place))
             for rank, x, part in zip(line, operands, parts, strict=True):
                 machine = self.ranks[rank]
                 machine.write_result(x, machine.value(x), part)
