@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from passes import Program
+from passes.analysis.reachability import ancestors
 
 from .._torch import TreeSpec, tree_unflatten
 from ..call.dynamic_dims import DynamicSize
@@ -65,6 +66,15 @@ class Captured:
     def code(self) -> str:
         """The text of the program, as ranks compare it: nothing edits it from here on."""
         return self.program.code
+
+    @property
+    def constants_read(self) -> list[torch.Tensor]:
+        """The constants that each call reads anew; of others the step took values, while it was traced."""
+        if not self.constants:
+            return []
+        nodes, needed = self.program.placeholders, ancestors([self.program.output_node])
+        names = {each.name for each, node in zip(self.program.inputs, nodes, strict=True) if node in needed}
+        return [each for k, each in enumerate(self.constants) if f"constant.{k}" in names]
 
     def all_carried(self) -> Carried:
         """The state that becomes inputs, and the other sites that the program writes, which may hold tensors then."""

@@ -69,9 +69,8 @@ class Guards:
         settings: tuple[Any, ...],
     ) -> Guards:
         """Guards on the state as it is now. ``settings`` are ``torch_settings()`` when the step was traced."""
-        read = (
-            reads if isinstance(reads, ReadGuards) else ReadGuards.of(reads, holders_of(arguments), captured.constants)
-        )
+        constants = captured.constants_read
+        read = reads if isinstance(reads, ReadGuards) else ReadGuards.of(reads, holders_of(arguments), constants)
         layout = StateLayout.of(arguments, slots, captured.cleared_first, read.names_in_code)
         specs = {slot.input.name: expectation(slot.get(), read.names_in_code) for slot in slots}
         state = [(name, specs.get(name)) for name in layout.names]

@@ -1,4 +1,4 @@
-"""Random generators and arrays of the host that the step reaches: what it draws or writes, no call would repeat.
+"""Random generators, and what holds values, that the step reaches: what it draws or writes, no call would repeat.
 
 Each is compared after the trace with what it was before, and put back, however the step came to change it.
 """
@@ -6,17 +6,21 @@ Each is compared after the trace with what it was before, and put back, however 
 from __future__ import annotations
 
 import array
+import os
 import random
 import sys
 import types
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from passes import CaptureError
 
 from ..lines import line_naming
-from .contents import LARGE, is_array
+from .contents import LARGE, bytes_of, is_array, is_event, memory_of, write_bytes
 
 _DRAWS = (
     "the step draws from {name}, and each call of its program would get the same numbers again: draw with torch "
@@ -41,7 +45,7 @@ class _Object:
 
 
 class ComparedObjects:
-    """The random generators, and the arrays of Python's and numpy's, that one trace reaches."""
+    """The random generators, arrays, variables and events that one trace reaches."""
 
     def __init__(self) -> None:
         self._found: list[_Object] = []
@@ -49,13 +53,13 @@ class ComparedObjects:
 
     def note(self, value: Any, name: str, key: str) -> None:
         """Note ``value`` with its state, if it is one of them, and has a state that can be put back."""
-        access = _access(value)
+        written, drawn = _written(value), _drawn(value)
+        access = written or drawn
         if access is not None:
             get, put = access
             try:
-                reason = _WRITES if is_array(value) else _DRAWS
-                self._found.append(_Object(name, key, get, put, get(), reason))
-            except NotImplementedError:  # one of the operating system has none
+                self._found.append(_Object(name, key, get, put, get(), _WRITES if written else _DRAWS))
+            except (NotImplementedError, LookupError):  # one of the operating system; a variable that has no value
                 return
 
     def restore(self) -> None:
@@ -71,13 +75,36 @@ class ComparedObjects:
             raise CaptureError(each.reason.format(name=each.name) + (f"\n    {line}" if line else ""))
 
 
-def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """(read, write) of its state."""
+_Access = tuple[Callable[[], Any], Callable[[Any], Any]]  # (read, write) of an object's state
+
+
+def _written(value: Any) -> _Access | None:
+    """Of what holds values that a step may write."""
     if isinstance(value, (bytearray, array.array)):
         return lambda: value[:], lambda before: value.__setitem__(slice(None), before)
     if is_array(value):
         is_watched = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= LARGE
         return (value.copy, lambda before: value.__setitem__(..., before)) if is_watched else None
+    if isinstance(value, ContextVar):
+        return lambda: (value.get(),), lambda before: value.set(*before)
+    if is_event(value):
+        return value.is_set, lambda before: value.set() if before else value.clear()
+    if value is os.environ:
+        return value.copy, _set_environment
+    memory = memory_of(value)
+    if memory is None or memory.readonly or not memory.c_contiguous or memory.nbytes > LARGE:
+        return None
+    return lambda: bytes_of(value), lambda before: write_bytes(value, before)
+
+
+def _set_environment(before: dict[str, str]) -> None:
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _drawn(value: Any) -> _Access | None:
+    """Of random generators."""
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     numpy = getattr(sys.modules.get("numpy"), "random", None)
@@ -97,4 +124,6 @@ def _frozen(state: Any) -> Any:
         return tuple((key, _frozen(value)) for key, value in state.items())
     if isinstance(state, (tuple, list)):
         return tuple(map(_frozen, state))
+    if isinstance(state, torch.Tensor):
+        return id(state)
     return state.tobytes() if hasattr(state, "tobytes") else state

@@ -1,10 +1,11 @@
-"""What arrays, views of memory, context variables and the environment hold: values that lie at no site.
+"""What arrays, all other memory, context variables, events and the environment hold: values that lie at no site.
 
 They are read by code in C, so that nobody sees which of them a step reads: the whole is compared at each call.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from array import array
@@ -15,8 +16,11 @@ from typing import Any
 
 import torch
 
+from .read_sites import is_plain
+
 Values = tuple[Any, ...]
 LARGE = 1 << 26  # bytes of an array of which no copy is made: it may be a data set
+_EVENTS = {"threading.Event", "multiprocessing.synchronize.Event", "asyncio.locks.Event"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +38,11 @@ class Contents:
         read = _reader(value)
         return None if read is None else cls(name, read, read(), _addresses(value))
 
+    @classmethod
+    def of_results(cls, function: Any, name: str) -> Contents:
+        """What the cache of a function holds."""
+        return cls(name, lambda: (*results_of(function),), (*results_of(function),), range(0))
+
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether the first value of a tensor is one of an array's."""
         return tensor.numel() > 0 and tensor.data_ptr() in self.at
@@ -41,26 +50,87 @@ class Contents:
 
 def is_array(value: Any) -> bool:
     """Whether it is an array of Python's or numpy's."""
-    return isinstance(value, (bytearray, array)) or _is_of_numpy(value)
+    return isinstance(value, (bytearray, array)) or _is_of_numpy(value, "ndarray")
 
 
-def _is_of_numpy(value: Any) -> bool:
+def is_event(value: Any) -> bool:
+    """Whether it is an event of threads, processes or coroutines."""
+    return any(f"{cls.__module__}.{cls.__qualname__}" in _EVENTS for cls in type(value).__mro__)
+
+
+def memory_of(value: Any) -> memoryview | None:
+    """The memory of an object that the user can write to, as ctypes and ``multiprocessing`` make; None if it has none.
+
+    Of one that was made by numpy and is no array, that of a row of a structured array.
+    """
+    if _is_of_numpy(value, "generic") and not _is_of_numpy(value, "void"):
+        return None
+    shared = sys.modules.get("multiprocessing.sharedctypes")
+    if shared is not None and isinstance(value, shared.SynchronizedBase):
+        value = value.get_obj()
+    try:
+        return memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
+def bytes_of(value: Any) -> bytes:
+    """The bytes of what ``memory_of`` has."""
+    memory = memory_of(value)
+    return b"" if memory is None else memory.tobytes()
+
+
+def write_bytes(value: Any, data: bytes) -> None:
+    """Give it these bytes."""
+    memory = memory_of(value)
+    if memory is not None:
+        memory.cast("B")[:] = data
+
+
+def objects_in(value: Any) -> list[Any]:
+    """What an array of objects or a context variable holds."""
+    if isinstance(value, ContextVar):
+        return [value.get(None)]
+    return value.ravel().tolist() if _is_of_numpy(value, "ndarray") and value.dtype.hasobject else []
+
+
+def results_of(function: Any) -> list[Any]:
+    """What the cache of a function holds, but for values that cannot change, and tensors."""
+    count, most = function.cache_info().currsize, function.cache_info().maxsize
+    held = gc.get_referents(function) if count else []
+    dicts = [each for each in held if type(each) is dict and each is not vars(function)]
+    if most is not None:  # the dict has links, which are no objects of the collector: it lists what they hold
+        dicts = [each for each in dicts if {type(link).__name__ for link in each.values()} == {"_lru_list_elem"}]
+        apart = {id(each) for each in [*dicts, *(key for each in dicts for key in each), vars(function)]}
+        apart |= {id(function.__wrapped__)}
+        return [each for each in held if id(each) not in apart and type(each) is not object and not _is_fixed(each)]
+    return [each for each in (dicts[0].values() if dicts else ()) if not _is_fixed(each)]
+
+
+def _is_fixed(value: Any) -> bool:
+    is_value = is_plain(value) or isinstance(value, torch.Tensor)
+    return is_value or (isinstance(value, tuple) and all(map(_is_fixed, value)))
+
+
+def _is_of_numpy(value: Any, kind: str) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return numpy is not None and isinstance(value, getattr(numpy, kind))
 
 
 def _reader(value: Any) -> Callable[[], Values] | None:
-    if (_is_of_numpy(value) or isinstance(value, memoryview)) and value.nbytes > LARGE:
-        return None
-    if _is_of_numpy(value):
-        return lambda: (value.shape, str(value.dtype), *_elements(value))
-    if isinstance(value, (bytearray, array)):
-        return lambda: (bytes(value),)
-    if isinstance(value, memoryview):
-        return lambda: (value.tobytes(),)
+    if _is_of_numpy(value, "ndarray"):
+        return None if value.nbytes > LARGE else lambda: (value.shape, str(value.dtype), *_elements(value))
     if isinstance(value, ContextVar):
         return lambda: (value.get(None),)
-    return (lambda: tuple(os.environ.items())) if value is os.environ else None
+    if value is os.environ:
+        return lambda: tuple(os.environ.items())
+    if is_event(value):
+        return lambda: (value.is_set(),)
+    memory = memory_of(value)
+    if memory is None or memory.nbytes > LARGE:
+        return None
+    del memory  # which keeps a bytearray at its size
+    return lambda: (bytes_of(value),)
 
 
 def _elements(value: Any) -> Values:
@@ -69,7 +139,7 @@ def _elements(value: Any) -> Values:
 
 
 def _addresses(value: Any) -> range:
-    if not _is_of_numpy(value):
+    if not _is_of_numpy(value, "ndarray"):
         return range(0)
     begin = value.__array_interface__["data"][0]
     return range(begin, begin + value.nbytes)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import builtins
 import collections
+import configparser
 import os
+import string
 import sys
 import threading
 import types
@@ -23,7 +25,7 @@ from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS
 from ...interpreter.foreign_code import is_foreign_code, is_foreign_module, is_importing
 from ..traced import is_instance
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
-from .contents import Contents
+from .contents import Contents, objects_in, results_of
 from .global_reads import GlobalReads, globals_in, names_in
 from .journals import Recording
 from .namespaces import Namespaces
@@ -36,6 +38,9 @@ from .stand_ins import StandIns
 _SETTINGS = (
     *(argparse.Namespace, types.SimpleNamespace),
     *(collections.UserDict, collections.UserList, collections.ChainMap),
+    *(collections.UserString, string.Template),
+    *(configparser.RawConfigParser, configparser.SectionProxy),
+    torch.optim.lr_scheduler.LRScheduler,
     BlockMask,  # of flex_attention
 )
 _WRAPPERS = {  # of the user's functions, each with the attributes that hold what it wraps
@@ -47,7 +52,8 @@ _WRAPPERS = {  # of the user's functions, each with the attributes that hold wha
     property: ("fget",),
     cached_property: ("func",),
 }
-_ENVIRONMENT = frozenset(("environ", "getenv"))  # how code in Python reads it
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_ENVIRONMENT = frozenset(("environ", "getenv", "environb", "getenvb"))  # how code in Python reads it
 _CACHED = type(lru_cache(len))
 
 
@@ -167,7 +173,7 @@ class Watching:
     def _note_missing(self, instance: Any, fields: dict[str, Any], key: str) -> None:
         """Record that an instance has no attribute ``key``, as ``hasattr`` may ask."""
         cls = type(instance)
-        is_users = not is_foreign_module(cls.__module__) or cls in _SETTINGS or isinstance(instance, nn.Module)
+        is_users = not is_foreign_module(cls.__module__) or isinstance(instance, (*_SETTINGS, nn.Module))
         if is_users and instance not in self._reads.new:
             owned = isinstance(instance, tuple(GUARDED_ELSEWHERE))
             self._note("item", fields, key, f"{self._name(instance)}.{key}", owned)
@@ -191,7 +197,7 @@ class Watching:
         before = set(self._reads.containers)
         for name, value in held:
             self._follow(value, name)
-        self._reads.held = self._reads.containers.keys() - before
+        self._reads.held |= self._reads.containers.keys() - before
 
     def _follow_shown(self, container: Any) -> None:
         """Follow what a container with a journal holds: the step sees that after all, and may change it."""
@@ -220,13 +226,18 @@ class Watching:
                 for each in [*value] if isinstance(value, dict) else []:
                     if isinstance(each, torch.Tensor):
                         self._stand_ins.put(KeyReference(f"{name}, by parameter", value, [each]), each)
+                    elif not is_plain(each):
+                        self._follow(each, f"a key of {name}")
             for index, item in items_of(value):
                 if not is_plain(item):
                     self._follow(item, f"{name}[{index!r}]", owned, key)
         if isinstance(value, types.FunctionType):
             self._follow_function(value)
         elif isinstance(value, threading.local):
+            self._reads.held.add(id(vars(value)))
             self._follow(vars(value), name)
+        elif isinstance(value, weakref.ref):
+            self._follow(value(), name)
         elif isinstance(value, (type, types.ModuleType)):
             self._reach(value)
         elif isinstance(value, _CACHED):
@@ -245,11 +256,19 @@ class Watching:
         cls = type(value)
         for each in [*value] if isinstance(value, weakref.WeakKeyDictionary) else []:
             self._stand_ins.put(Reference(name, value), each)
+        if isinstance(value, _WEAK):
+            entries = vars(value)["data"]
+            self._reads.held.add(id(entries))
+            self._follow(entries, name)
+            for each in [] if isinstance(value, weakref.WeakValueDictionary) else [*value]:
+                self._follow(each, f"a key of {name}")
         if value not in self._reads.new:
             self._reads.compared.note(value, name, key)
             contents = Contents.of(value, name)
             self._reads.contents += [] if contents is None else [contents]
-        if is_foreign_module(cls.__module__) and cls not in _SETTINGS:
+            for k, each in enumerate(objects_in(value)):
+                self._follow(each, f"{name}[{k}]")
+        if is_foreign_module(cls.__module__) and not isinstance(value, _SETTINGS):
             return
         self._reach(cls)
         if value not in self._reads.new:
@@ -284,8 +303,19 @@ class Watching:
 
     def _follow_cached(self, function: Any, name: str) -> None:
         """A function with a cache: what it computes while traced must not stay in the cache."""
-        self._stack.callback(_forget, function, function.cache_info().misses)
+        results = results_of(function)
+        self._stack.callback(self._forget, function, name, function.cache_info().misses, bool(results))
         self._follow(function.__wrapped__, name)
+        for each in results:
+            self._follow(each, f"a result of {name}")
+
+    def _forget(self, function: Any, name: str, misses: int, is_compared: bool) -> None:
+        """Clear the cache of a function if it has grown since it had ``misses``; note results that can change."""
+        is_compared = is_compared or bool(results_of(function))
+        if function.cache_info().misses != misses:
+            function.cache_clear()
+        if is_compared:
+            self._reads.contents.append(Contents.of_results(function, f"the cache of {name}"))
 
     def _take_fields(self, holder: Any, name: str) -> None:
         """Take a snapshot of the attributes that the step might change."""
@@ -302,9 +332,3 @@ class Watching:
         for cls in holder.__mro__:
             if not is_foreign_module(cls.__module__):
                 self._namespaces.reach(cls)
-
-
-def _forget(function: Any, misses: int) -> None:
-    """Clear the cache of a function if it has grown since it had ``misses``."""
-    if function.cache_info().misses != misses:
-        function.cache_clear()

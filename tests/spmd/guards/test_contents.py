@@ -1,9 +1,14 @@
-"""Arrays, views of memory, context variables and the environment: a step that reads them finds today's values."""
+"""Arrays, other memory, variables, events, caches and the environment: a step that reads them finds today's values."""
 
 from __future__ import annotations
 
+import configparser
+import ctypes
+import functools
+import multiprocessing
 import os
 import threading
+import weakref
 from array import array
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -24,8 +29,8 @@ class Holder:
         self.held = held
 
 
-def add_one(held: Any) -> None:
-    held[0] += 1
+def add_one(held: Any, key: Any = 0) -> None:
+    held[key] += 1
 
 
 def add(held: ContextVar[float]) -> None:
@@ -46,6 +51,25 @@ def frozen() -> Any:
     return SimpleNamespace(base=base, shown=shown)
 
 
+def settings() -> configparser.SectionProxy:
+    made = configparser.ConfigParser()
+    made["train"] = {"scale": "1"}
+    return made["train"]
+
+
+def scheduler() -> torch.optim.lr_scheduler.LRScheduler:
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    made = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    return made
+
+
+def turn(held: Any) -> None:
+    held[:] = ~held
+
+
+KEY = Holder(1.0)
+
 # What holds values, how a step reads one, and how the user writes one between calls.
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "numpy": (lambda: np.ones(3), lambda held: float(held[0]), add_one),
@@ -58,6 +82,16 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
     "array": (lambda: array("d", [1.0]), lambda held: held[0], add_one),
     "bytes": (lambda: bytearray(b"a"), lambda held: held[0], add_one),
     "view": (lambda: memoryview(array("d", [1.0])), lambda held: held[0], add_one),
+    "row": (lambda: np.ones(1, dtype=[("a", "f8")])[0], lambda held: float(held["a"]), add_one),
+    "nested": (lambda: np.array([[1.0], None], object), lambda held: held[0][0], lambda held: add_one(held[0])),
+    "mask": (lambda: np.array([True, False, True]), lambda held: torch.arange(3.0)[held].sum(), turn),
+    "item": (lambda: np.ones(3), lambda held: torch.from_numpy(held)[0].item(), add_one),
+    "ctypes": (lambda: (ctypes.c_double * 2)(1.0), lambda held: held[0], add_one),
+    "shared": (lambda: multiprocessing.Array("d", [1.0]), lambda held: held[0], add_one),
+    "event": (threading.Event, lambda held: 2.0 if held.is_set() else 3.0, lambda held: held.set()),
+    "weak": (lambda: weakref.WeakKeyDictionary({KEY: 1.0}), lambda held: held[KEY], lambda held: add_one(held, KEY)),
+    "settings": (settings, lambda held: held.getfloat("scale"), lambda held: held.update(scale=held["scale"] + "1")),
+    "scheduler": (scheduler, lambda held: held.get_last_lr()[0], lambda held: held.step()),
     "context": (lambda: ContextVar("scale", default=1.0), lambda held: held.get(), add),
     "thread": (local, lambda held: held.scale, lambda held: setattr(held, "scale", held.scale + 1)),
 }
@@ -74,9 +108,11 @@ def test_what_is_held_is_that_of_each_call(
         assert torch.equal(compiled(holder, x), step(holder, x))
         if k < 2:
             write(holder.held)
-    assert len(compiled.programs) == (1 if request.node.callspec.id == "memory" else 3)  # the tensor is read anew
+    # The tensor is read anew; an event and a mask have two values.
+    count = {"memory": 1, "event": 2, "mask": 2}.get(request.node.callspec.id, 3)
+    assert len(compiled.programs) == count
     assert torch.equal(compiled(holder, x), step(holder, x))
-    assert len(compiled.programs) == (1 if request.node.callspec.id == "memory" else 3)
+    assert len(compiled.programs) == count
 
 
 @pytest.mark.usefixtures("alone")
@@ -87,3 +123,80 @@ def test_the_environment_is_that_of_each_call(read: Callable[[], Any], monkeypat
         monkeypatch.setenv("SCALE", value)
         assert torch.equal(compiled(x), x * float(value))
     assert len(compiled.programs) == 2
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_filled", [True, False])
+@pytest.mark.parametrize("size", [None, 8])
+def test_what_a_cache_of_a_function_holds_is_that_of_each_call(size: int | None, is_filled: bool) -> None:
+    get = functools.lru_cache(size)(lambda: Holder(1.0))
+    if is_filled:
+        get()
+    compiled, x = spmd.compile(lambda x: x * get().held), torch.ones(3)
+    for _ in range(3):
+        assert torch.equal(compiled(x), x * get().held)
+        get().held += 1
+    get.cache_clear()
+    assert torch.equal(compiled(x), x)
+    get().held = 5.0
+    assert torch.equal(compiled(x), x * 5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_keys_of_a_dict_are_watched() -> None:
+    key = Holder(1.0)
+    entries, x = {key: 1}, torch.ones(3)
+    compiled = spmd.compile(lambda x: x * sum(each.held for each in entries))
+    for _ in range(3):
+        assert torch.equal(compiled(x), x * key.held)
+        key.held += 1
+
+
+def append_to_environment() -> None:
+    os.environ["SPMD_TEST"] = os.environ.get("SPMD_TEST", "") + "1"
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("make", "write"),
+    [
+        (lambda: ContextVar("scale"), lambda held: held.set(2.0)),
+        (threading.Event, lambda held: held.set()),
+        (lambda: multiprocessing.Value("d", 1.0), lambda held: setattr(held, "value", 2.0)),
+        (local, lambda held: setattr(held, "scale", held.scale + 1)),
+        (lambda: weakref.WeakKeyDictionary({KEY: 1.0}), lambda held: add_one(held, KEY)),
+        (lambda: None, lambda held: append_to_environment()),
+    ],
+    ids=["context", "event", "shared", "thread", "weak", "environment"],
+)
+def test_what_a_step_writes_where_no_call_would_repeat_it_is_refused(
+    make: Callable[[], Any], write: Callable[[Any], Any]
+) -> None:
+    holder = Holder(make())
+    if isinstance(holder.held, ContextVar):
+        holder.held.set(1.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        write(holder.held)
+        return x * 2
+
+    with pytest.raises(spmd.CaptureError, match="would do only once"):
+        spmd.compile(step)(torch.ones(3))
+    assert "SPMD_TEST" not in os.environ  # put back
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_context_variable_that_the_step_resets_is_not_refused() -> None:
+    scale = ContextVar("scale", default=1.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        token = scale.set(scale.get() + 1)
+        try:
+            return x * scale.get()
+        finally:
+            scale.reset(token)
+
+    compiled, x = spmd.compile(step), torch.ones(3)
+    for value in (1.0, 3.0):
+        scale.set(value)
+        assert torch.equal(compiled(x), x * (value + 1))
