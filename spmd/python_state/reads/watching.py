@@ -226,7 +226,7 @@ class Watching:
                 for each in [*value] if isinstance(value, dict) else []:
                     if isinstance(each, torch.Tensor):
                         self._stand_ins.put(KeyReference(f"{name}, by parameter", value, [each]), each)
-                    elif not is_plain(each):
+                    elif not is_plain(each) and not isinstance(each, types.FunctionType):
                         self._follow(each, f"a key of {name}")
             for index, item in items_of(value):
                 if not is_plain(item):

@@ -175,7 +175,7 @@ NOT_KEPT = {
     "the environment": ("import os\ndef read(net):\n    return float(os.environ.get('GAIN', '1'))", "os.environ"),
     "the environment as a default": (
         "import os\ndef read(net, of=os.environ):\n    return float(of.get('GAIN', '1'))",
-        "reads a os._Environ",
+        "of which no entry holds the contents",
     ),
     "a file": ("def read(net):\n    return float(open('/proc/self/stat').read()[0] != '')", r"open\(\)"),
     "a path": ("from pathlib import Path\ndef read(net):\n    return float(Path('/').exists())", "pathlib.Path"),
@@ -207,7 +207,7 @@ def read(net):
     ),
     "objects that are keys": (
         "class C: pass\nA, B = C(), C()\nD = {(A, 1): 1.0, (B, 1): 2.0}\ndef read(net):\n    return D[A, 1]",
-        "dict or set of C objects",
+        "no path from the step leads to the class of a key",
     ),
     "an object in a set": (
         "class C: pass\nA = C()\nS = {A}\ndef read(net):\n    return 1.0 + (A in S)",
