@@ -10,6 +10,7 @@ import logging
 import math
 import operator
 import os
+import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 os.environ["SPMD_QUIET"] = "1"  # the ranks and programs that tests start, too
 
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # variables that a launcher sets
+SEED = 9_075  # of each test: none that a test would choose, for two models of a test may have to differ
 
 
 @pytest.fixture(scope="session")
@@ -46,11 +48,14 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def on_its_own() -> Iterator[None]:
-    """What a test chose with ``spmd.seed`` ends with it; it must not leave what the next one would train in."""
+    """A test draws the same numbers whichever ran before it, and leaves neither its ``spmd.seed`` nor its ranks."""
+    import torch
     import torch.distributed as dist
 
     import spmd
 
+    random.seed(SEED)
+    torch.manual_seed(SEED)
     had_group, variables = dist.is_initialized(), {name: os.environ.get(name) for name in OF_RANKS}
     yield
     spmd.seed(None)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..harness import programs
+from ..harness.meeting import free_port
 from .test_train_gpt import ROOT, environment
 
 pytestmark = pytest.mark.processes
@@ -71,12 +72,6 @@ for _ in range(5):
     loss = step(model, optimizer, x.tensor_split(ranks)[rank])
 sys.stdout.write(f"rank {rank} of {ranks} on {socket.gethostname()}: {float(loss):.9f}\\n")
 """
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 import spmd
 from tests.harness import programs
+from tests.harness.meeting import free_port
 from tests.harness.pool import RankError, Ranks
 
 pytestmark = pytest.mark.processes
@@ -286,13 +286,15 @@ def test_hosts_join_and_fail_and_no_step_is_lost(ranks: Ranks, tmp_path: Path) -
 
     Losses, and with equal bits all that is saved in the end, are those of one rank that nothing happens to.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     options = [*TINY, *"--checks 1 --steps 7 --batch 8 --same-bits --save-every 7".split()]
     conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
     command = ["-m", "spmd", "run", "-n", "1", "--nnodes", "1:2", "--max-restarts", "1", "--rdzv-conf"]
-    command += [conf, "--rdzv-endpoint", f"localhost:{port}", str(ROOT / "tests" / "examples" / "elastic_gpt.py")]
+    command += [
+        conf,
+        "--rdzv-endpoint",
+        f"localhost:{free_port()}",
+        str(ROOT / "tests" / "examples" / "elastic_gpt.py"),
+    ]
     dump = ["--dump", str(tmp_path / "d")]
     command += [*options, *dump, "--elastic", "--checkpoints", str(tmp_path / "c")]
     ours = environment() | {"JOINED": str(tmp_path / "joined")}

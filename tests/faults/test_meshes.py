@@ -47,5 +47,5 @@ def over_two_meshes_of_one_shape(rank: int, world: int) -> list[float]:
 
 
 def test_two_meshes_of_the_same_ranks_connect_one_after_the_other(ranks: Ranks) -> None:
-    for losses in ranks.run(2, over_two_meshes_of_one_shape, timeout=60):
+    for losses in ranks.run(2, over_two_meshes_of_one_shape):
         assert losses[:2] == losses[2:] and losses[0] != losses[1]

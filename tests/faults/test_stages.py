@@ -25,7 +25,7 @@ from tests.harness.pool import RankError, Ranks
 from . import faults
 
 CASE = MLP(sizes=(5, 7, 6, 4), rows=8, optimizer="SGD momentum")
-PROMPT = 5.0  # seconds in which all ranks raise
+PROMPT = 30.0  # seconds in which all ranks raise; a machine may be busy
 
 
 class Trial:
@@ -76,7 +76,7 @@ def is_interrupted(rank: int, world: int, folder: Path) -> tuple[str, float, lis
 
     def stalls() -> None:
         (folder / "stalls").touch()
-        until = time.time() + 30
+        until = time.time() + 2 * PROMPT
         while not raised.exists() and time.time() < until:
             time.sleep(0.05)
 
@@ -104,7 +104,7 @@ def is_interrupted(rank: int, world: int, folder: Path) -> tuple[str, float, lis
 
 
 def test_an_interrupt_is_answered_while_another_stage_stalls(ranks: Ranks, tmp_path: Path) -> None:
-    (own, seconds, differ), (other, _, differ_too) = ranks.run(2, is_interrupted, tmp_path, timeout=60)
+    (own, seconds, differ), (other, _, differ_too) = ranks.run(2, is_interrupted, tmp_path)
     assert "KeyboardInterrupt" in own and "in backward.0, on micro-batch 1 of 4" in own
     assert "its state is as before the call" in own and seconds < PROMPT
     assert "RankFailedError: step did not end on all ranks: along pp, rank 0 raised KeyboardInterrupt" in other
@@ -121,7 +121,7 @@ def stops(rank: int, world: int) -> list[str]:
 
 
 def test_a_stage_that_stops_and_goes_on_is_waited_for(ranks: Ranks) -> None:
-    assert ranks.run(2, stops, timeout=60) == [[], []]
+    assert ranks.run(2, stops) == [[], []]
 
 
 def own_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -150,7 +150,7 @@ def dies(rank: int, world: int, folder: Path) -> None:
 
 def test_a_stage_that_is_killed_ends_the_call_on_the_others(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="died with exit code -9"):
-        ranks.run(2, dies, tmp_path, timeout=60, grace=20)
+        ranks.run(2, dies, tmp_path, grace=60)
     message, seconds, is_as_before = json.loads((tmp_path / "report").read_text())
     assert "along pp, rank 1 has ended, or does not answer" in message
     assert "in backward.0, on micro-batch 1 of 4" in message and "State is on rank 0 as before the call" in message
@@ -170,7 +170,7 @@ def dies_connecting(rank: int, world: int, report: Path) -> None:
 
 def test_a_rank_that_dies_where_ranks_connect_is_named(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="died with exit code -9"):
-        ranks.run(2, dies_connecting, tmp_path / "report", timeout=60, grace=20)
+        ranks.run(2, dies_connecting, tmp_path / "report", grace=60)
     message = (tmp_path / "report").read_text()
     assert "along pp, rank 1 has ended, or does not answer" in message
     assert "State is on rank 0 as before the call" in message

@@ -61,7 +61,7 @@ def beside_each_other(rank: int, world: int, style: str) -> tuple[int, list[str]
 
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_two_steps_in_two_threads(ranks: Ranks, style: str) -> None:
-    (one, differ), (other, differ_too) = ranks.run(2, beside_each_other, style, timeout=60)
+    (one, differ), (other, differ_too) = ranks.run(2, beside_each_other, style)
     assert one == other and differ == differ_too == []
 
 

@@ -143,7 +143,7 @@ def test_the_other_rank_raises_at_once(ranks: Ranks, failing: int, owner: Any, n
     assert (
         f"step was not compiled on any rank, since rank {failing} failed" in other and "KeyError: 'injected'" in other
     )
-    assert abs(one - two) < 5
+    assert abs(one - two) < 30
     assert differ == differ_too == []
 
 

@@ -21,8 +21,11 @@ from tests.harness.pool import RankError, Ranks
 STEPS = 10000
 
 
-def endless(rank: int, world: int, folder: Path, victim: int, seconds: float, in_background: bool) -> None:
-    """Go on from the newest checkpoint, and save each step. The state of step k is the number k everywhere."""
+def endless(rank: int, world: int, folder: Path, victim: int, seconds: float, in_background: bool, saves: int) -> None:
+    """Go on from the newest checkpoint, and save each step. The state of step k is the number k everywhere.
+
+    The rank ``victim`` is killed so many seconds after it has made so many saves.
+    """
     failures._PATIENCE = 0.1  # for reasons that nobody has; the process is replaced
     mode = spmd.DataParallel("fully_shard")
     with torch.device("meta"):
@@ -35,11 +38,11 @@ def endless(rank: int, world: int, folder: Path, victim: int, seconds: float, in
         parameter.data.zero_()
     if any(folder.glob("step-*/checkpoint.json")):
         spmd.load(folder, model=model, progress=progress)
-    if rank == victim:
-        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
-        timer.daemon = True
-        timer.start()
-    for step in range(progress["step"] + 1, STEPS):
+    for made, step in enumerate(range(progress["step"] + 1, STEPS)):
+        if rank == victim and made == saves:
+            timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
         progress["step"] = step
         update(model)
         spmd.save(folder, step=step, keep=2, wait=not in_background, model=model, progress=progress)
@@ -58,7 +61,8 @@ def test_no_kill_loses_a_step_that_was_saved(ranks: Ranks, tmp_path: Path, reque
     draw, within, kills = random.Random(0), 0, 200 if request.config.getoption("--exhaustive") else 10
     for k in range(kills):
         with pytest.raises(RankError, match="exit code -9"):
-            ranks.run(2, endless, tmp_path, draw.randrange(2), draw.uniform(0.0, 0.4), k % 4 == 1, grace=30.0)
+            place = draw.randrange(2), draw.uniform(0.0, 0.4), k % 4 == 1, 0 if k % 4 == 3 else 2
+            ranks.run(2, endless, tmp_path, *place, grace=60.0)
         if not any(tmp_path.glob("saved-*")):
             continue  # killed before the first save had ended
         model, progress = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), dict[str, Any]()

@@ -17,6 +17,7 @@ import spmd
 from spmd.cli.commands import main
 
 from ...harness import programs
+from ...harness.meeting import free_port
 
 # Without torch, so that ranks start at once. ``follow``: a rank fails, and the other raises what its step does.
 SCRIPT = """
@@ -105,9 +106,7 @@ def test_the_last_start_has_a_reason_too(script: Path) -> None:
 @pytest.mark.processes
 def test_hosts_that_never_join(script: Path) -> None:
     """The host that is there is named; without a rendezvous, torch counts those that have joined."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     hosts = "-n", 1, "--nnodes", 2, "--local-addr", "node7"
     found = launched(*hosts, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "join_timeout=1", script, "well")
     assert found.returncode == 1 and found.stderr.startswith(
@@ -133,9 +132,7 @@ def wait_until_bound(endpoint: str) -> None:
 @pytest.mark.parametrize("fails", [0, 1])
 def test_hosts_that_find_each_other(fails: int, script: Path, tmp_path: Path) -> None:
     """The host that starts first has rank 0 and torchrun's store: once it has ended, the other one has lost that."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        endpoint = f"localhost:{free.getsockname()[1]}"
+    endpoint = f"localhost:{free_port()}"
     arguments = [script, "follow", fails, tmp_path / "failed"]
     variables = {"NNODES": "2", "NPROC_PER_NODE": "1", "RDZV_BACKEND": "c10d", "RDZV_ENDPOINT": endpoint}  # by Kubeflow
     with ThreadPoolExecutor() as pool:

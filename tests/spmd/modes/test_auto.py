@@ -249,7 +249,7 @@ def adapts_alone(rank: int, world: int) -> None:
 
 
 def test_all_ranks_adapt_or_none(ranks: Ranks) -> None:
-    ranks.run(2, adapts_alone, timeout=60)
+    ranks.run(2, adapts_alone)
 
 
 def test_what_cannot_be_measured_is_not_adapted() -> None:

@@ -272,4 +272,4 @@ def fails_early(rank: int, world: int) -> tuple[str, float]:
 
 def test_a_rank_that_fails_early_keeps_none_waiting_for_a_subgroup(ranks: Ranks) -> None:
     for message, seconds in ranks.run(4, fails_early):
-        assert seconds < 20 and ("a set" in message or "since rank 1 failed" in message), message
+        assert seconds < 60 and ("a set" in message or "since rank 1 failed" in message), message
