@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 import spmd
 from spmd.ranks import local_ranks
 from tests.harness.cases import MLP
+from tests.harness.meeting import wait_for
 from tests.harness.oracle import all_unequal, plain_run, snapshot
 from tests.harness.pool import RankError, Ranks
 
@@ -163,20 +164,20 @@ def test_state_that_is_partly_updated_is_refused_until_it_is_whole_again(ranks: 
     assert differ == differ_too == []
 
 
-def raises_late() -> None:
-    """Fail when the other rank has surely ended its update."""
-    time.sleep(0.5)
-    faults.raises()
-
-
-def trains_another(rank: int, world: int, style: str) -> tuple[list[str], list[str]]:
+def trains_another(rank: int, world: int, style: str, ended: Path) -> tuple[list[str], list[str]]:
     """Rank 1 fails after its first writes; another model trains on, and that one is refused until it is whole."""
+
+    def raises_late() -> None:
+        wait_for(ended)  # by the other rank, whose update waits for nobody
+        faults.raises()
+
     broken, other = Trial(rank, world, style), Trial(rank, world, style)
     for each in (broken, other):
         each.call(0)
         each.call(1)
     saved = tree_map(clone, [each.state_dict() for each in broken.objects])
     messages = [broken.failing(2, Fault(raises_late, 0.999) if rank == 1 else None)[0]]
+    ended.touch()
     if not messages[0]:  # this rank ended that call, and learns of it in the next
         messages = [other.failing(2, None)[0]]
     for k in range(2, 4):
@@ -194,8 +195,8 @@ def trains_another(rank: int, world: int, style: str) -> tuple[list[str], list[s
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_steps_of_other_models_go_on_where_one_is_partly_updated(ranks: Ranks, style: str) -> None:
-    for messages, differ in ranks.run(2, trains_another, style):
+def test_steps_of_other_models_go_on_where_one_is_partly_updated(ranks: Ranks, style: str, tmp_path: Path) -> None:
+    for messages, differ in ranks.run(2, trains_another, style, tmp_path / "ended"):
         assert len(messages) == 3 and all("partly updated" in message for message in messages)
         assert all("StateError" in message for message in messages[1:])
         assert differ == []
