@@ -280,7 +280,7 @@ def test_torchrun_restarts_a_run_whose_ranks_are_killed(ranks: Ranks, tmp_path: 
     assert contents(whole / "step-60") == contents(parts / "step-60")
 
 
-@pytest.mark.timeout(600)  # on a loaded machine: ranks that import torch start four times, one after the other
+@pytest.mark.timeout(900)  # on a loaded machine: ranks that import torch start four times, one after the other
 def test_hosts_join_and_fail_and_no_step_is_lost(ranks: Ranks, tmp_path: Path) -> None:
     """Two launchers of a rank each: the second one joins after three steps, and is killed with its rank two later.
 

@@ -23,7 +23,7 @@ from tests.harness.cases import MLP
 from tests.harness.pool import RankError, Ranks
 
 CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD")
-PROMPT = 30.0  # seconds in which the other rank raises; its group would wait for 120, and a machine may be busy
+PROMPT = 30.0  # seconds in which the other rank raises; its group would wait for 240, and a machine may be busy
 
 
 def interrupted_while_it_comes(rank: int, world: int) -> float:

@@ -26,7 +26,7 @@ from .faults import Fault, arm
 
 CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD momentum")
 STYLES = {"replicate": {}, "fully_shard": {}}
-PROMPT = 30.0  # seconds in which all ranks raise; their group would wait for 120, and a machine may be busy
+PROMPT = 30.0  # seconds in which all ranks raise; their group would wait for 240, and a machine may be busy
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class Ranks:
         world: int,
         job: Callable[..., Any],
         *args: Any,
-        timeout: float = 120.0,
+        timeout: float = 240.0,
         grace: float = 10.0,
         process_group: bool = True,
     ) -> list[Any]:

@@ -25,7 +25,7 @@ STREAMS = ("out", "err")  # the files of 1 and 2
 
 
 def run(
-    command: Sequence[object], env: Mapping[str, str] | None = None, timeout: float = 240.0
+    command: Sequence[object], env: Mapping[str, str] | None = None, timeout: float = 500.0
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; ``env``: its environment, by default ours.
 

@@ -20,7 +20,7 @@ from tests.harness.meeting import wait_for
 from tests.harness.pool import RankError, Ranks
 
 CASE = MLP(sizes=(15, 4), rows=6)
-PROMPT = 30.0  # seconds in which the other ranks raise; their group would wait for 120, and a machine may be busy
+PROMPT = 30.0  # seconds in which the other ranks raise; their group would wait for 240, and a machine may be busy
 
 
 def with_flag(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, flag: bool) -> Tensor:
