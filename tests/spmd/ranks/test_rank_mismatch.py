@@ -20,7 +20,8 @@ from tests.harness.meeting import wait_for
 from tests.harness.pool import RankError, Ranks
 
 CASE = MLP(sizes=(15, 4), rows=6)
-PROMPT = 30.0  # seconds in which the other ranks raise; their group would wait for 240, and a machine may be busy
+PROMPT = 30.0  # seconds in which the other ranks raise; their group would wait for longer, and a machine may be busy
+SHORT = 50.0  # seconds that their group waits: where these are under a minute, each rank captures for itself
 
 
 def with_flag(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, flag: bool) -> Tensor:
@@ -75,7 +76,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize("disagree", DIFFERENCES, ids=lambda function: function.__name__)
 @pytest.mark.in_turn("before")
 def test_ranks_that_differ_raise_together_and_name_the_difference(ranks: Ranks, disagree: Any, before: str) -> None:
-    messages = ranks.run(2, mismatch, disagree, BEFORE[before])
+    messages = ranks.run(2, mismatch, disagree, BEFORE[before], timeout=SHORT)
     for message in messages:
         assert all(word in message for word in DIFFERENCES[disagree]), message
 
@@ -181,7 +182,7 @@ def branching(rank: int, world: int) -> str:
 
 
 def test_a_branch_on_the_rank_raises_on_all(ranks: Ranks) -> None:
-    for message in ranks.run(2, branching):
+    for message in ranks.run(2, branching, timeout=SHORT):
         assert "evaluate" in message and "step" in message
 
 
@@ -200,7 +201,7 @@ def absent(rank: int, world: int, given_up: Path) -> str:
 
 
 def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(ranks: Ranks, tmp_path: Path) -> None:
-    assert "waited 1 s" in ranks.run(2, absent, tmp_path / "given up")[0]
+    assert "waited 1 s" in ranks.run(2, absent, tmp_path / "given up", timeout=SHORT)[0]
 
 
 def dying(rank: int, world: int, calls: int, report: Path) -> None:
@@ -221,7 +222,7 @@ def dying(rank: int, world: int, calls: int, report: Path) -> None:
 @pytest.mark.parametrize("calls", [0, 3])
 def test_a_rank_that_died_raises_on_the_others(ranks: Ranks, tmp_path: Path, calls: int) -> None:
     with pytest.raises(RankError, match="died with exit code 7"):
-        ranks.run(2, dying, calls, tmp_path / "report", grace=60)
+        ranks.run(2, dying, calls, tmp_path / "report", grace=60, timeout=SHORT)
     seconds, _, message = (tmp_path / "report").read_text().partition(" s: ")
     assert float(seconds) < PROMPT and "ended" in message
 
@@ -242,7 +243,7 @@ def other_seeds(rank: int, world: int) -> None:
 
 
 def test_ranks_with_other_seeds_raise_together(ranks: Ranks) -> None:
-    ranks.run(2, other_seeds)
+    ranks.run(2, other_seeds, timeout=SHORT)
 
 
 def wrong_call(rank: int, world: int) -> None:
@@ -258,7 +259,7 @@ def wrong_call(rank: int, world: int) -> None:
 
 
 def test_a_wrong_call_on_one_rank_raises_on_all(ranks: Ranks) -> None:
-    ranks.run(2, wrong_call)
+    ranks.run(2, wrong_call, timeout=SHORT)
 
 
 def axes(rank: int, world: int) -> None:
@@ -286,7 +287,7 @@ def other_model(rank: int, world: int) -> None:
 
 
 def test_ranks_with_different_models_raise_together(ranks: Ranks) -> None:
-    ranks.run(2, other_model)
+    ranks.run(2, other_model, timeout=SHORT)
 
 
 def one_fails(rank: int, world: int) -> None:
@@ -304,7 +305,7 @@ def one_fails(rank: int, world: int) -> None:
 
 
 def test_a_rank_that_fails_to_compile_raises_on_all(ranks: Ranks) -> None:
-    ranks.run(2, one_fails)
+    ranks.run(2, one_fails, timeout=SHORT)
 
 
 def unequal(rank: int, world: int, rows: list[int], lengths: list[int], others: int) -> str:
@@ -323,7 +324,7 @@ def unequal(rank: int, world: int, rows: list[int], lengths: list[int], others: 
 ])  # fmt: skip
 def test_shapes_that_differ_are_refused(ranks: Ranks, rows: list[int], lengths: list[int], sentence: str) -> None:
     for others in (2, 0):  # rows of the other argument
-        for message in ranks.run(2, unequal, rows, lengths, others):
+        for message in ranks.run(2, unequal, rows, lengths, others, timeout=SHORT):
             assert sentence in message
 
 
@@ -346,5 +347,5 @@ def interrupted(rank: int, world: int) -> str:
 
 
 def test_a_rank_that_is_interrupted_raises_on_the_others(ranks: Ranks) -> None:
-    messages = ranks.run(2, interrupted)
+    messages = ranks.run(2, interrupted, timeout=SHORT)
     assert "rank 1 raised KeyboardInterrupt. State is on rank 0 as before the call" in messages[0]
