@@ -133,6 +133,14 @@ def train(
     return len(traced), len(compiled.programs)
 
 
+@pytest.fixture(scope="module")
+def new_ranks() -> Iterator[Ranks]:
+    """Ranks of these tests alone: where earlier jobs have left one of them other than the rest, each captures."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
 def random_sizes(count: int, *rows: tuple[int, ...], seed: int = 0) -> list[tuple[tuple[int, ...], int]]:
     """So many different lengths, each with the next of ``rows``."""
     lengths = random.Random(seed).sample(range(2, 40), count)
@@ -148,7 +156,7 @@ def random_sizes(count: int, *rows: tuple[int, ...], seed: int = 0) -> list[tupl
     (4, {"mesh": (2, 2)}, "SGD", [(2, 2)], 2, 3),
 ])  # fmt: skip
 def test_random_lengths_are_exact(
-    ranks: Ranks,
+    new_ranks: Ranks,
     request: pytest.FixtureRequest,
     world: int,
     options: dict[str, Any],
@@ -162,15 +170,15 @@ def test_random_lengths_are_exact(
     Where ranks bring equally many rows, the first one traces for all.
     """
     count = 12 if request.config.getoption("--exhaustive") else count
-    first, *others = ranks.run(world, train, options, random_sizes(count, *rows), kind)
+    first, *others = new_ranks.run(world, train, options, random_sizes(count, *rows), kind)
     assert first == (traces, count)
     assert {programs for _, programs in others} == {count} and all(traced < traces for traced, _ in others)
 
 
 @not_on_2_11
-def test_ranks_bring_unequal_rows_of_a_length_that_is_new(ranks: Ranks) -> None:
+def test_ranks_bring_unequal_rows_of_a_length_that_is_new(new_ranks: Ranks) -> None:
     sizes = [((2, 2), 5), ((2, 2), 9), ((3, 2), 9), ((4, 1), 12), ((0, 3), 7), ((2, 2), 5)]
-    (first, _), (other, _) = ranks.run(2, train, {"parallel_style": "fully_shard"}, sizes, "SGD")
+    (first, _), (other, _) = new_ranks.run(2, train, {"parallel_style": "fully_shard"}, sizes, "SGD")
     assert (first, other) == (3, 1), "the last trace is that of unequal rows, which each rank captures for itself"
 
 
