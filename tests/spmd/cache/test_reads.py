@@ -175,7 +175,7 @@ NOT_KEPT = {
     "the environment": ("import os\ndef read(net):\n    return float(os.environ.get('GAIN', '1'))", "os.environ"),
     "the environment as a default": (
         "import os\ndef read(net, of=os.environ):\n    return float(of.get('GAIN', '1'))",
-        "of which no entry holds the contents",
+        "reads a os._Environ",
     ),
     "a file": ("def read(net):\n    return float(open('/proc/self/stat').read()[0] != '')", r"open\(\)"),
     "a path": ("from pathlib import Path\ndef read(net):\n    return float(Path('/').exists())", "pathlib.Path"),
