@@ -26,7 +26,7 @@ from ..python_state.lines import line_naming
 from ..python_state.reads import Change, Lines, Reads, containers_in
 from ..python_state.traced import holds_fakes, holds_traced, is_traced
 from .swap_state import StateSwap
-from .unsupported import check_results
+from .unsupported import check_results, with_known_numbers
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class FinalState:
         """
         leaves, spec = flatten(result)
         check_results(leaves)
+        leaves = [*map(with_known_numbers, leaves)]
         _refuse_new_parameters(swap)
         _refuse_argument_gradients(swap)
         _refuse_replaced_parameters(swap)
@@ -85,6 +86,7 @@ class FinalState:
         skips: list[Any] = []
         new_state = _new_state(swap, skips)
         writes = _writes(swap, carried, reads, entries)
+        writes = [replace(each, leaves=[*map(with_known_numbers, each.leaves)]) for each in writes]
         _refuse_kept_copies(swap, leaves, writes)
         changed = _changed_requires_grad(swap)
         pending = frozenset(swap.pending)

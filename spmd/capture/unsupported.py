@@ -7,7 +7,9 @@ which ``explain_errors.py`` adds the user's line.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +21,8 @@ from .._torch import (
     COLLECTIVE_NAMESPACES,
     tree_flatten,
 )
-from ..python_state.traced import holds_traced
+from ..python_state.reads import is_array
+from ..python_state.traced import holds_traced, known_number
 from .sizes.size_symbols import is_known
 
 _OF_ONE_DTYPE = {
@@ -57,6 +60,15 @@ def check_results(leaves: Sequence[Any]) -> None:
                 f"it returns a {type(leaf).__name__} that holds tensors. Return tensors in tuples, lists, dicts or "
                 "dataclasses."
             )
+
+
+def with_known_numbers(leaf: Any) -> Any:
+    """What the step returns or keeps, with values for the symbols of an array of numpy's: no call computes it anew."""
+    if not (is_array(leaf) and getattr(getattr(leaf, "dtype", None), "hasobject", False)):
+        return leaf
+    found = leaf.ravel().tolist()
+    known = [*map(known_number, found)]
+    return leaf if all(map(is_, known, found)) else sys.modules["numpy"].array(known).reshape(leaf.shape)
 
 
 def refuse_regions(func: Any) -> NoReturn:

@@ -26,6 +26,12 @@ def holds_traced(value: Any) -> bool:
     return any(is_traced(leaf) for leaf in tree_flatten(value)[0])
 
 
+def known_number(value: Any) -> Any:
+    """The value of a symbolic number, for which the step is compiled then; all else as it is."""
+    plain = _PLAIN.get(type(value))
+    return value if plain is None else plain(value)
+
+
 def is_instance(value: Any, kinds: Any) -> bool:
     """``isinstance`` for the user's code: a number that the graph computes is one of Python's in each call."""
     plain = _PLAIN.get(type(value))

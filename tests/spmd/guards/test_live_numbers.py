@@ -434,3 +434,30 @@ def test_a_counter_that_takes_no_symbol_has_a_program_for_each_value() -> None:
         for _ in range(4):
             torch.testing.assert_close(step(x), plain.step(x), rtol=1e-15, atol=0)
             assert counts.calls == plain.calls and counts.model.training == plain.model.training
+
+
+class Rate:
+    """A number that the user changes, and an array that the step makes of it."""
+
+    rate, table = 1.0, np.zeros(3)
+
+
+def returns_an_array(holder: Rate, x: Tensor) -> Any:
+    return x * holder.rate, np.arange(3.0) * holder.rate
+
+
+def keeps_an_array(holder: Rate, x: Tensor) -> Any:
+    holder.table = np.arange(3.0) * holder.rate
+    return x * holder.rate, None
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("step", [returns_an_array, keeps_an_array])
+def test_arrays_that_are_computed_from_a_number_have_its_value(step: Any) -> None:
+    """From the second value on, which was an input, they held symbols."""
+    compiled, holder, x = spmd.compile(step), Rate(), torch.ones(2)
+    for value in (1.0, 2.0, 4.0, 2.0):
+        holder.rate = value
+        scaled, table = compiled(holder, x)
+        assert torch.equal(scaled, x * value)
+        assert np.array_equal(holder.table if table is None else table, np.arange(3.0) * value)
