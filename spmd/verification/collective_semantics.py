@@ -128,8 +128,8 @@ SEMANTICS: dict[Any, Callable[[Any, Arguments], Results]] = {
 _OF_TWO_RANKS = (_messages.send.default, _messages.recv.default)
 SEMANTICS |= {out: SEMANTICS[op] for op, out in OUT_VARIANTS.items() if op not in _OF_TWO_RANKS}
 
-_APART = (_messages.exchange.default, _messages.swap.default)
-ADDENDS_APART = {*_APART, *(OUT_VARIANTS[op] for op in _APART)}
+_EXCHANGES = (_messages.exchange.default, _messages.swap.default)
+SENDS_ADDENDS = {*_EXCHANGES, *(OUT_VARIANTS[op] for op in _EXCHANGES)}
 """The collectives whose ranks add up themselves what they receive."""
 
 COPIES_FIRST = {

@@ -22,11 +22,11 @@ from passes.ir.collectives import c10d, channel_of, group_of, is_shared, kind_of
 from passes.ir.schemas import argument, schema
 
 from . import symbols
-from .collective_semantics import ADDENDS_APART, COPIES_FIRST, SEMANTICS
+from .collective_semantics import COPIES_FIRST, SEMANTICS, SENDS_ADDENDS
 from .families import Family
 from .lockstep import LockstepError, Published, ends_of
 from .machine import CapturedMachine, Machine
-from .symbolic.addends import taken_apart
+from .symbolic.addends import split_addends
 from .symbolic_ops import Unknown
 from .symbols import tensors_of
 
@@ -104,8 +104,8 @@ class Collectives:
         """Start the collective of a node on each rank."""
         node = nodes[0]
         name = schema(node.target).arguments[0].name
-        if node.target in ADDENDS_APART:
-            self._take_apart(nodes)
+        if node.target in SENDS_ADDENDS:
+            self._split_addends(nodes)
         pairs = list(zip(self.ranks, nodes, strict=True))
         operands = [machine.read_all(argument(each, name)) for machine, each in pairs]
         lying = [machine.value(argument(each, name)) for machine, each in pairs]
@@ -127,7 +127,7 @@ class Collectives:
         for (machine, each), result in zip(pairs, results, strict=True):
             machine.keep_result(each, result, argument(each, "out"))
 
-    def _take_apart(self, nodes: Sequence[fx.Node]) -> None:
+    def _split_addends(self, nodes: Sequence[fx.Node]) -> None:
         """Let each rank hold its own addends of what its group will add up, if all of the group are looked at."""
         for group in self._groups(nodes[0]):
             line = [self._at[each] for each in group.members if each in self._at]
@@ -143,7 +143,7 @@ class Collectives:
             place = [n for k, n in enumerate(group.members[0]) if k != group.axis and not symbols.is_pending(others, k)]
             of_runs = symbols.is_pending(others, len(group.members[0]))  # all runs of a program add to one sum
             program = len(self.ranks[0].program.graph.nodes) if of_runs else self._number
-            parts = taken_apart(held[0], bit, len(line), (nodes[0].name, program, *place))
+            parts = split_addends(held[0], bit, len(line), (nodes[0].name, program, *place))
             for rank, x, part in zip(line, operands, parts, strict=True):
                 machine = self.ranks[rank]
                 machine.write_result(x, machine.value(x), part)
