@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .read_sites import is_plain
+from .read_sites import MISSING, is_plain
 
 Values = tuple[Any, ...]
 LARGE = 1 << 26  # bytes of an array of which no copy is made: it may be a data set
@@ -41,7 +41,8 @@ class Contents:
     @classmethod
     def of_results(cls, function: Any, name: str) -> Contents:
         """What the cache of a function holds."""
-        return cls(name, lambda: (*results_of(function),), (*results_of(function),), range(0))
+        read = lambda: (*sorted(results_of(function), key=id),)  # noqa: E731 - in no order: that is of their last use
+        return cls(name, read, read(), range(0))
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether the first value of a tensor is one of an array's."""
@@ -90,7 +91,7 @@ def write_bytes(value: Any, data: bytes) -> None:
 def objects_in(value: Any) -> list[Any]:
     """What an array of objects or a context variable holds."""
     if isinstance(value, ContextVar):
-        return [value.get(None)]
+        return [_value_of(value)]
     return value.ravel().tolist() if _is_of_numpy(value, "ndarray") and value.dtype.hasobject else []
 
 
@@ -112,6 +113,14 @@ def _is_fixed(value: Any) -> bool:
     return is_value or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
+def _value_of(variable: ContextVar[Any]) -> Any:
+    """What a context variable has, which may be its default."""
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
+
+
 def _is_of_numpy(value: Any, kind: str) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, getattr(numpy, kind))
@@ -121,7 +130,7 @@ def _reader(value: Any) -> Callable[[], Values] | None:
     if _is_of_numpy(value, "ndarray"):
         return None if value.nbytes > LARGE else lambda: (value.shape, str(value.dtype), *_elements(value))
     if isinstance(value, ContextVar):
-        return lambda: (value.get(None),)
+        return lambda: (_value_of(value),)
     if value is os.environ:
         return lambda: tuple(os.environ.items())
     if is_event(value):

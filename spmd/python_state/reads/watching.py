@@ -236,6 +236,7 @@ class Watching:
         elif isinstance(value, threading.local):
             self._reads.held.add(id(vars(value)))
             self._follow(vars(value), name)
+            self._reach(type(value))
         elif isinstance(value, weakref.ref):
             self._follow(value(), name)
         elif isinstance(value, (type, types.ModuleType)):

@@ -43,6 +43,14 @@ def local() -> threading.local:
     return made
 
 
+def local_of_a_class() -> threading.local:
+    return type("Local", (threading.local,), {"scale": 1.0})()
+
+
+def add_to_class(held: Any) -> None:
+    type(held).scale += 1
+
+
 def frozen() -> Any:
     """An array that cannot be written to, whose base can."""
     base = np.ones(3)
@@ -93,6 +101,17 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
     "settings": (settings, lambda held: held.getfloat("scale"), lambda held: held.update(scale=held["scale"] + "1")),
     "scheduler": (scheduler, lambda held: held.get_last_lr()[0], lambda held: held.step()),
     "context": (lambda: ContextVar("scale", default=1.0), lambda held: held.get(), add),
+    "default": (
+        lambda: ContextVar("settings", default=SimpleNamespace(scale=1.0)),  # noqa: B039
+        lambda held: held.get().scale,
+        lambda held: setattr(held.get(), "scale", held.get().scale + 1),
+    ),
+    "none": (
+        lambda: ContextVar("scale", default=1.0),
+        lambda held: 3.0 if held.get() is None else held.get(),
+        lambda held: held.set(None),
+    ),
+    "class of thread": (local_of_a_class, lambda held: held.scale, add_to_class),
     "thread": (local, lambda held: held.scale, lambda held: setattr(held, "scale", held.scale + 1)),
 }
 
@@ -108,8 +127,10 @@ def test_what_is_held_is_that_of_each_call(
         assert torch.equal(compiled(holder, x), step(holder, x))
         if k < 2:
             write(holder.held)
-    # The tensor is read anew; an event and a mask have two values.
-    count = {"memory": 1, "event": 2, "mask": 2}.get(request.node.callspec.id, 3)
+    # The tensor is read anew; some have two values, and some numbers are inputs from the second on.
+    count = {"memory": 1, "event": 2, "mask": 2, "none": 2, "default": 2, "class of thread": 2}.get(
+        request.node.callspec.id, 3
+    )
     assert len(compiled.programs) == count
     assert torch.equal(compiled(holder, x), step(holder, x))
     assert len(compiled.programs) == count
@@ -140,6 +161,17 @@ def test_what_a_cache_of_a_function_holds_is_that_of_each_call(size: int | None,
     assert torch.equal(compiled(x), x)
     get().held = 5.0
     assert torch.equal(compiled(x), x * 5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_which_entry_of_a_cache_was_used_last_compiles_nothing() -> None:
+    get = functools.lru_cache(8)(lambda scale: Holder(scale))
+    get(1.0), get(2.0)
+    compiled, x = spmd.compile(lambda x: x * get(1.0).held), torch.ones(3)
+    for scale in (1.0, 2.0, 1.0):
+        assert torch.equal(compiled(x), x)
+        get(scale)
+    assert len(compiled.programs) == 1
 
 
 @pytest.mark.usefixtures("alone")
