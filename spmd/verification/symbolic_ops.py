@@ -163,9 +163,11 @@ def _empty(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
     return made
 
 
-def _summed(sizes: Sizes, op: OpOverload, x: Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> Results:
+def _summed(
+    sizes: Sizes, op: OpOverload, x: Tensor, dims: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Results:
     found = addends.summed(x, list(dims or ()), keepdim)
-    if found is None:
+    if found is None or _result_dtype(op, (x, dims), {"dtype": dtype}) != symbols.dtype_of(x):  # it casts first
         raise Unknown(f"no call of {op} in the captured program has operands of which these are parts")
     return [found]
 
