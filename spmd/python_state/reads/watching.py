@@ -234,9 +234,9 @@ class Watching:
         if isinstance(value, types.FunctionType):
             self._follow_function(value)
         elif isinstance(value, threading.local):
-            self._reads.held.add(id(vars(value)))
-            self._follow(vars(value), name)
             self._reach(type(value))
+            self._take_fields(value, name)
+            self._note_fields(value, name)
         elif isinstance(value, weakref.ref):
             self._follow(value(), name)
         elif isinstance(value, (type, types.ModuleType)):
@@ -276,10 +276,14 @@ class Watching:
             self._note("attribute", value, "__class__", f"the class of {name}")
             self._take_fields(value, name)
         if not self._attributes.watch(cls):
-            for field_name in getattr(value, "__dict__", ()):
-                self._note("item", vars(value), field_name, f"{name}.{field_name}")
-            if hasattr(value, "__dict__") and value not in self._reads.new:  # ``hasattr`` asks for others
-                self._note("names", vars(value), "", f"which attributes {name} has", owned=True)
+            self._note_fields(value, name)
+
+    def _note_fields(self, value: Any, name: str) -> None:
+        """Note all attributes of an object that cannot be watched."""
+        for field_name in getattr(value, "__dict__", ()):
+            self._note("item", vars(value), field_name, f"{name}.{field_name}")
+        if hasattr(value, "__dict__") and value not in self._reads.new:  # ``hasattr`` asks for others
+            self._note("names", vars(value), "", f"which attributes {name} has", owned=True)
 
     def _follow_module(self, module: nn.Module, name: str) -> None:
         """Record of a module that is no argument what is guarded as a whole of those that are."""
