@@ -40,8 +40,11 @@ class Contents:
 
     @classmethod
     def of_results(cls, function: Any, name: str) -> Contents:
-        """What the cache of a function holds."""
-        read = lambda: (*sorted(results_of(function), key=id),)  # noqa: E731 - in no order: that is of their last use
+        """What the cache of a function holds, in no order: its own is that of the last uses."""
+
+        def read() -> Values:
+            return (*sorted(results_of(function), key=id),)
+
         return cls(name, read, read(), range(0))
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
