@@ -6,7 +6,6 @@ Each is compared after the trace with what it was before, and put back, however 
 from __future__ import annotations
 
 import array
-import os
 import random
 import sys
 import types
@@ -20,7 +19,7 @@ import torch
 from passes import CaptureError
 
 from ..lines import line_naming
-from .contents import LARGE, bytes_of, is_array, is_event, memory_of, write_bytes
+from .contents import LARGE, is_array
 
 _DRAWS = (
     "the step draws from {name}, and each call of its program would get the same numbers again: draw with torch "
@@ -45,7 +44,7 @@ class _Object:
 
 
 class ComparedObjects:
-    """The random generators, arrays, variables and events that one trace reaches."""
+    """The random generators, arrays and context variables that one trace reaches."""
 
     def __init__(self) -> None:
         self._found: list[_Object] = []
@@ -87,20 +86,7 @@ def _written(value: Any) -> _Access | None:
         return (value.copy, lambda before: value.__setitem__(..., before)) if is_watched else None
     if isinstance(value, ContextVar):
         return lambda: (value.get(),), lambda before: value.set(*before)
-    if is_event(value):
-        return value.is_set, lambda before: value.set() if before else value.clear()
-    if value is os.environ:
-        return value.copy, _set_environment
-    memory = memory_of(value)
-    if memory is None or memory.readonly or not memory.c_contiguous or memory.nbytes > LARGE:
-        return None
-    return lambda: bytes_of(value), lambda before: write_bytes(value, before)
-
-
-def _set_environment(before: dict[str, str]) -> None:
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+    return None
 
 
 def _drawn(value: Any) -> _Access | None:

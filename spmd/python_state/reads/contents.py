@@ -57,12 +57,12 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (bytearray, array)) or _is_of_numpy(value, "ndarray")
 
 
-def is_event(value: Any) -> bool:
+def _is_event(value: Any) -> bool:
     """Whether it is an event of threads, processes or coroutines."""
     return any(f"{cls.__module__}.{cls.__qualname__}" in _EVENTS for cls in type(value).__mro__)
 
 
-def memory_of(value: Any) -> memoryview | None:
+def _memory_of(value: Any) -> memoryview | None:
     """The memory of an object that the user can write to, as ctypes and ``multiprocessing`` make; None if it has none.
 
     Of one that was made by numpy and is no array, that of a row of a structured array.
@@ -76,19 +76,6 @@ def memory_of(value: Any) -> memoryview | None:
         return memoryview(value)
     except (TypeError, ValueError, BufferError):
         return None
-
-
-def bytes_of(value: Any) -> bytes:
-    """The bytes of what ``memory_of`` has."""
-    memory = memory_of(value)
-    return b"" if memory is None else memory.tobytes()
-
-
-def write_bytes(value: Any, data: bytes) -> None:
-    """Give it these bytes."""
-    memory = memory_of(value)
-    if memory is not None:
-        memory.cast("B")[:] = data
 
 
 def objects_in(value: Any) -> list[Any]:
@@ -136,13 +123,15 @@ def _reader(value: Any) -> Callable[[], Values] | None:
         return lambda: (_value_of(value),)
     if value is os.environ:
         return lambda: tuple(os.environ.items())
-    if is_event(value):
+    if _is_event(value):
         return lambda: (value.is_set(),)
-    memory = memory_of(value)
-    if memory is None or memory.nbytes > LARGE:
-        return None
-    del memory  # which keeps a bytearray at its size
-    return lambda: (bytes_of(value),)
+    memory = _memory_of(value)
+    return None if memory is None or memory.nbytes > LARGE else lambda: (_bytes_of(value),)
+
+
+def _bytes_of(value: Any) -> bytes:
+    memory = _memory_of(value)
+    return b"" if memory is None else memory.tobytes()
 
 
 def _elements(value: Any) -> Values:
