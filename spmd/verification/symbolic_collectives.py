@@ -142,7 +142,7 @@ class Collectives:
                 continue
             place = [n for k, n in enumerate(group.members[0]) if k != group.axis and not symbols.is_pending(others, k)]
             of_runs = symbols.is_pending(others, len(group.members[0]))  # all runs of a program add to one sum
-            program = len(self.ranks[0].program.graph.nodes) if of_runs else self._number
+            program = self.ranks[0].program.code if of_runs else self._number
             parts = split_addends(held[0], bit, len(line), (nodes[0].name, program, *place))
             for rank, x, part in zip(line, operands, parts, strict=True):
                 machine = self.ranks[rank]

@@ -49,4 +49,4 @@ def summed(x: Tensor, dims: list[int], keepdim: bool) -> Tensor | None:
         return None
     first = marks.select(dims[0], 0)
     unequal = (marks != first.unsqueeze(dims[0])).any(dims[0])
-    return symbols.elements(symbols.total(found, dims[0]), first | unequal * symbols.UNKNOWN)
+    return symbols.elements(symbols.total(found, dims[0]), first | ADDEND | unequal * symbols.UNKNOWN)
