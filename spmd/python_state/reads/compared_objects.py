@@ -1,4 +1,4 @@
-"""Random generators, and what holds values, that the step reaches: what it draws or writes, no call would repeat.
+"""Random generators, arrays and context variables that the step reaches: what it draws or writes, no call repeats.
 
 Each is compared after the trace with what it was before, and put back, however the step came to change it.
 """
@@ -27,7 +27,7 @@ _DRAWS = (
 )
 _WRITES = (
     "the step writes to {name}, which a compiled step would do only once, while it is traced: return the value, and "
-    "write it outside of the step, or make the array in the step"
+    "write it outside of the step; or make the array in the step; or set a context variable back by its token"
 )
 
 
