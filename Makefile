@@ -15,6 +15,10 @@ WORKERS ?= $(shell n=$(CORES); echo $$(( n > 4 ? 4 : n )))
 # tests start would compile 2,000 files for itself, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
+# One thread for each process, of which there are many already; more can be given: make quick OMP_NUM_THREADS=2
+OMP_NUM_THREADS ?= 1
+THREADS := OMP_NUM_THREADS=$(OMP_NUM_THREADS)
+
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 TRAIN := $(VENV)/.ready-to-train-torch-$(TORCH)
@@ -39,19 +43,19 @@ train: $(TRAIN)
 ready: $(READY)
 
 quick: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m quick $(ARGS)
+	$(THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m quick $(ARGS)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	$(THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 models: $(READY)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.models $(ARGS)
+	@$(THREADS) $(BIN)/python -m tests.models $(ARGS)
 
 bench: $(READY)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers $(ARGS)
+	@$(THREADS) $(BIN)/python -m benchmarks.peers $(ARGS)
 
 picture: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.page --layers 4 --picture docs/report.png
+	$(THREADS) $(BIN)/python -m benchmarks.page --layers 4 --picture docs/report.png
 
 check: $(READY)
 	$(BIN)/ruff check .

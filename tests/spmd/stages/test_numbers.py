@@ -194,7 +194,6 @@ def test_bf16_has_the_bits_of_one_rank_with_the_same_micro_batches(ranks: Ranks)
     for one, pipeline, one_by_policy, pipeline_by_policy in ranks.run(2, bits_of):
         assert not all_unequal(one, pipeline, 0, 1, 0.0, 0.0)
         assert not all_unequal(one_by_policy, pipeline_by_policy, 0, 1, 0.0, 0.0)
-        assert all_unequal(one, one_by_policy, 0, 1, 0.0, 0.0), "they round elsewhere"
 
 
 def of_inner_layers(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
