@@ -219,6 +219,13 @@ def test_lines_fit_120_columns(document: str) -> None:
     assert not [line for line in lines if len(line) > 120]
 
 
+def test_the_readme_fits_one_screen() -> None:
+    """It is read before anything is installed: what this is, how to try it, and where to go on."""
+    text = DOCUMENTS["README.md"].read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 900
+
+
 def test_the_api_page_has_todays_docstrings(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--renew"):
         DOCUMENTS["docs/api.md"].write_text(api_page())
