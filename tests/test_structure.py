@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.feature_names import FEATURES, RECORD, defined, files_that_name, identifiers, recorded, sources
 from tests.harness.private_names import private_torch_names
 
 ROOT = Path(__file__).parents[1]
@@ -221,6 +222,33 @@ def test_what_refers_to_live_objects_is_compared_by_identity() -> None:
         if any(isinstance(field, ast.AnnAssign) and live.search(ast.unparse(field.annotation)) for field in node.body)
     ]
     assert found == []
+
+
+@cache
+def named() -> dict[str, set[str]]:
+    """The identifiers that each file of both packages reads or imports."""
+    return {path: identifiers(path, tree) for path, tree in sources()}
+
+
+@cache
+def names_defined() -> set[str]:
+    return set().union(*(defined(tree) for _, tree in sources()))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_no_further_file_names_a_feature(feature: str) -> None:
+    """A feature is to be one folder. What else it is named in, ``RECORD`` lists, which may only become shorter."""
+    found, known = files_that_name(FEATURES[feature], named()), recorded(feature)
+    print(f"{feature} is named in {len(found)} files outside of {', '.join(FEATURES[feature].inside)}")
+    assert not set(found) - set(known), "these begin to name the feature: put the code into its folder"
+    assert not set(known) - set(found), f"these no longer name the feature: take them out of {RECORD.name}"
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_own_what_is_defined(feature: str) -> None:
+    """A name leaves ``OWNS`` when nothing defines it any more, and not before."""
+    there = names_defined()
+    assert not [name for name in FEATURES[feature].owns if name.rpartition(".")[2] not in there]
 
 
 def test_folders_are_small() -> None:

@@ -23,6 +23,12 @@ from .spread import partition_and_spread
 from .state_in_parts import keep_parts, with_whole_state
 from .time_axis import partition_in_time
 
+OWNS = (
+    *("bits", "virtual", "same_bits", "spread", "Spread", "together", "tree", "ascend", "subtrees"),
+    *("gather_rows", "return_rows", "own_rows"),
+)
+"""Identifiers of equal bits. No further file may name one (``tests/test_structure.py``)."""
+
 
 def partition_with_same_bits(program: Program, plan: Plan, virtual: int, runs: int = 1) -> Program:
     """One rank's share, to be run for each of its parts, or ``runs`` times if these are several.

@@ -17,3 +17,9 @@ The files, from the step to its programs:
 
 ``passes/runtime/message_collectives.py`` has the ops that send and receive.
 """
+
+OWNS = (
+    *("stages", "virtual_stages", "schedules", "has_stages", "on_own_stages", "dumped_stages", "run_stages"),
+    "AxisRole.STAGES",
+)
+"""Identifiers of this feature. No further file outside of it may name one (``tests/test_structure.py``)."""
