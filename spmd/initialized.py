@@ -20,6 +20,7 @@ from .modes.base import ParallelMode, PlannedMode
 from .options import ModeName, check_mode
 from .state.distribute import prepare
 from .state.initialize import check_initializable, initialize, seed_to_initialize
+from .state.stale_references import end_stale_references
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -53,7 +54,9 @@ def materialize(module: Module, parallel_mode: ParallelMode | ModeName | None = 
             replace(i, placement=plan.placements.get(i.name, whole), memory=plan.memory_of(i))
             for i in (slot.input for slot in call.slots)
         ]
-        initialize(prepare(call, inputs), _of_rank_zero(seeds[0], call.device_mesh, call.device))
+        state = prepare(call, inputs)
+        initialize(state, _of_rank_zero(seeds[0], call.device_mesh, call.device))
+        end_stale_references(state.replaced)
     return module
 
 

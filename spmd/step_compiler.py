@@ -117,15 +117,17 @@ class StepCompiler:
                     f"{self._name}/program-{self._dispatch.programs.compiled}", self._where, progress, reason
                 )
                 begun = call.initial_state(self._dispatch.captures.idle)
-                with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
-                    compiled = self._compiled(turn, call, agreement, stages)
+                try:
+                    with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
+                        compiled = self._compiled(turn, call, agreement, stages)
+                finally:
+                    end_stale_references(call.replaced)
             if self._options.check_first:
                 compiled.check_first_call(call.given, self._name)
             self._dispatch.add(compiled, reason, call)
             seconds = sum(progress.seconds.values())
             made = Compilation(compiled.program.name, reason, number, seconds, captured_on=stages.captured_on)
             self.compilations.append(made)
-            end_stale_references(call.replaced)
         return compiled
 
     @contextmanager
@@ -384,7 +386,8 @@ class StepCompiler:
         """Initialize state, make it equal on all ranks, and split it."""
         initialize(state, *seeds)
         turn.is_distributing = True
-        call.replaced = commit(state, program.units)
+        call.replaced = state.replaced
+        commit(state, program.units)
         make_kept_equal(captured.carried, call)
         turn.is_distributing = False
 

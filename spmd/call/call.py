@@ -70,7 +70,7 @@ class Call:
 
     def __init__(self, given: Arguments, mode: Layout, uneven: Mapping[str, int] | None = None) -> None:
         self.given, self.mode, self.uneven = given, mode, dict(uneven or {})
-        self.replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # parameters that were split, once they are, by name
+        self.replaced: list[weakref.ref[torch.Tensor]] = []  # parameters that were split, once they are
         self.initial = InitialState()  # of optimizers, made for this call
         self.references: list[Any] = []  # ``Reference`` to state, in what the step reads besides it
         self.notes: list[str] = []  # for the report

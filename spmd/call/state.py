@@ -209,6 +209,7 @@ class ArgumentReader:
         has_instance = (
             self._has_instance and bool(args) and not isinstance(values[0], (nn.Module, Optimizer, torch.Tensor))
         )
+        values = [newest(each) if isinstance(each, torch.Tensor) else each for each in values]
         leaves = list(map(Leaf, self._names[1], values))
         for leaf in leaves:
             if isinstance(leaf.value, torch.Tensor):
@@ -469,6 +470,13 @@ def attached_to(tensor: torch.Tensor) -> dict[str, Any]:
 def is_replaced(parameter: torch.Tensor) -> bool:
     """Whether another parameter has taken the place of this one, when a step split its model."""
     return SUCCESSOR in vars(parameter)
+
+
+def newest(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter that is in the place of this one now."""
+    while is_replaced(parameter):
+        parameter = vars(parameter)[SUCCESSOR]
+    return parameter
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

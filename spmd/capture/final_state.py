@@ -120,7 +120,7 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
         raise CaptureError(
             f"the step reads {reads.refused[0]}, which refers to state of a model from a tuple, set, deque or weak "
             "dict, or to parameters that a step has split since. Take parameters from the module, keep them in a list "
-            "or dict that is made after the first call, or note their names"
+            "or dict, or note their names"
         )
     groups, missing = group_changes(swap.groups, carried)
     changes = [*(change for snapshot in swap.attributes for change in snapshot.changes(reads)), *reads.changes]

@@ -21,7 +21,7 @@ from passes.ir.program import Placements, is_sharded
 
 from .._torch import dtensor_over, local_tensor, set_local_tensor
 from ..call.call import Call
-from ..call.state import Slot, StateRef, local_of
+from ..call.state import Slot, local_of
 from ..placements import OnStage, extent, local_shape
 from ..python_state.effects.carried import Carried
 from ..ranks.world import extend_placement
@@ -32,12 +32,16 @@ from .split_tensor import split
 
 @dataclass
 class Prepared:
-    """State that is about to be distributed: each slot, with the placement and memory that the program needs it in."""
+    """State that is about to be distributed: each slot, with the placement and memory that the program needs it in.
+
+    ``replaced``: the parameters that others have taken the place of since.
+    """
 
     call: Call
     slots: list[Slot]
     placements: list[Placements]
     memories: list[Memory]
+    replaced: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     _shown: dict[str, torch.Tensor] = field(default_factory=dict)  # storages that an override has seen, by name
 
     def locals(self) -> list[torch.Tensor]:
@@ -133,18 +137,13 @@ def part_of(tensor: torch.Tensor, placement: Placements, mesh: Mesh) -> torch.Te
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def commit(prepared: Prepared, units: Sequence[Sequence[str]]) -> dict[str, weakref.ref[torch.Tensor]]:
-    """Make state equal to rank 0's, and rebind what is split to DTensors: unit by unit, so that the whole ones can go.
-
-    Returns the parameters that others took the place of, by name, unless the step takes such as arguments.
-    """
-    arguments = prepared.call.arguments
-    equal, replaced = EqualState(prepared.call), dict[str, weakref.ref[torch.Tensor]]()
+def commit(prepared: Prepared, units: Sequence[Sequence[str]]) -> None:
+    """Make state equal to rank 0's, and rebind what is split: unit by unit, so that the whole ones can go."""
+    equal = EqualState(prepared.call)
     for members in _by_unit(prepared, units):
         equal.make([slot for slot, _ in members])
-        rebind(arguments, prepared.call.references, _split(members, prepared, replaced))
+        rebind(prepared.call.arguments, prepared.call.references, _split(members, prepared))
     equal.finish()
-    return {} if any(isinstance(leaf.value, StateRef) for leaf in arguments.leaves) else replaced
 
 
 def _by_unit(prepared: Prepared, units: Sequence[Sequence[str]]) -> list[list[tuple[Slot, Placements]]]:
@@ -157,9 +156,7 @@ def _by_unit(prepared: Prepared, units: Sequence[Sequence[str]]) -> list[list[tu
     return list(groups.values())
 
 
-def _split(
-    members: Sequence[tuple[Slot, Placements]], prepared: Prepared, replaced: dict[str, weakref.ref[torch.Tensor]]
-) -> dict[int, torch.Tensor]:
+def _split(members: Sequence[tuple[Slot, Placements]], prepared: Prepared) -> dict[int, torch.Tensor]:
     """Split what is placed so and whole so far; returns the parameters that are new, by the id of the old one."""
     call, renewed = prepared.call, dict[int, torch.Tensor]()
     for slot, placement in members:
@@ -169,7 +166,7 @@ def _split(
         split = as_dtensor(prepared.storage(slot, placement), placement, call.device_mesh, live.shape, live.stride())
         if slot.input.role is Role.PARAMETER:
             renewed[id(live)] = replace_parameter(live, split)
-            replaced[slot.input.name] = weakref.ref(live)
+            prepared.replaced.append(weakref.ref(live))
         else:
             slot.holder[slot.key] = split
     for slot, placement in members:

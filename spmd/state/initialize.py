@@ -8,6 +8,7 @@ their order of registration: what a module holds comes before it. Only what is o
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -183,6 +184,7 @@ def _initialize(owner: _Owner, prepared: Prepared, scratch: torch.Tensor) -> lis
         placed = _placed(meta, prepared.in_memory(slot, local), placement, call)
         if slot.input.role is Role.PARAMETER:
             renewed[id(meta)] = replace_parameter(meta, placed)
+            prepared.replaced.append(weakref.ref(meta))
         else:
             slot.holder[slot.key] = placed
     rebind(call.given, call.references, renewed)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .._torch import move_hooks, own_parameters, renew_notes
-from ..call.state import SUCCESSOR, Arguments, is_replaced, parameters_of, submodules_of
+from ..call.state import SUCCESSOR, Arguments, is_replaced, newest, parameters_of, submodules_of
 from .eager_calls import refuse_eager_calls
 
 
@@ -62,15 +62,9 @@ def rebind_replaced_parameters(optimizers: Iterable[torch.optim.Optimizer]) -> N
     """Rebind optimizers to the parameters that replaced theirs when another step split the model."""
     for optimizer in optimizers:
         old = [p for group in optimizer.param_groups for p in group["params"]]
-        renewed = {id(p): _newest(p) for p in old if is_replaced(p)}
+        renewed = {id(p): newest(p) for p in old if is_replaced(p)}
         if renewed:
             _rebind_optimizer(optimizer, renewed)
-
-
-def _newest(parameter: torch.Tensor) -> torch.Tensor:
-    while is_replaced(parameter):
-        parameter = vars(parameter)[SUCCESSOR]
-    return parameter
 
 
 def _rebind_optimizer(optimizer: torch.optim.Optimizer, renewed: Mapping[int, torch.Tensor]) -> None:
