@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from passes.runtime.rooms import RoomExceededError
 
 from ._torch import DisableTorchFunctionSubclass
 from .cache.compile_cache import Lookup
-from .call.rng import kept_on
+from .call.rng import kept_where
 from .call.state import Arguments
 from .call.unequal_rows import UnequalRows
 from .capture_call import capture_call
@@ -23,6 +24,7 @@ from .modes.auto import Auto
 from .options import Options
 from .profile import Profile
 from .ranks.consensus import all_or_none, notify
+from .ranks.failures import StateIs
 from .recorder import Recorder
 from .running.compiled import Compiled
 from .step_compiler import StepCompiler
@@ -78,8 +80,7 @@ class StepRunner:
             compiled = self._adapt(turn, compiled, self.adapting)
         while compiled.program.room is not None:
             try:
-                with kept_on(RoomExceededError):
-                    return self._run_compiled(turn, compiled)
+                return self._run_compiled(turn, compiled)
             except RoomExceededError as error:
                 outgrown, self._calls = compiled, self._calls - 1
                 self.outgrow(turn, error.times)
@@ -89,7 +90,8 @@ class StepRunner:
 
     def _run_compiled(self, turn: Turn, compiled: Compiled) -> Any:
         assert turn.call is not None and turn.live is not None, "a program fits the call that it was compiled for"
-        with unexpected_errors("running", compiled.program.name, self._where):
+        draws = kept_where(lambda: turn.state is StateIs.BEFORE) if compiled.inputs.draws else nullcontext()
+        with unexpected_errors("running", compiled.program.name, self._where), draws:
             self._begin_timing(compiled)
             execute, state = self.profile.begin(compiled), turn.live.tensors
             self._calls += 1

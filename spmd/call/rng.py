@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,14 +90,15 @@ def random_state_kept() -> Iterator[None]:
 
 
 @contextmanager
-def kept_on(error: type[Exception]) -> Iterator[None]:
-    """Restore that state where the body raises ``error``: it runs again, and draws the same."""
+def kept_where(is_unchanged: Callable[[], bool]) -> Iterator[None]:
+    """Restore that state if the body raises before it has changed any other: made again, a call draws the same."""
     ours, torchs = replace(_state), torch.default_generator.get_state()
     try:
         yield
-    except error:
-        _replace_state(ours)
-        torch.default_generator.set_state(torchs)
+    except BaseException:
+        if is_unchanged():
+            _replace_state(ours)
+            torch.default_generator.set_state(torchs)
         raise
 
 

@@ -182,6 +182,7 @@ class Executable:
     def close_code(self) -> None:
         """Drop the generated code, and keep the arenas, which other programs use."""
         self.function.close()
+        self.commit.clear_gradients(())  # of a call that failed
         if self.runs is not None:
             self.runs.close()
 

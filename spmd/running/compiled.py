@@ -181,6 +181,7 @@ class Compiled:
     def start(self, arguments: Arguments, live: Live) -> Running:
         """Gather the inputs of a call; ``run`` has the rest."""
         running = self.inputs.enter(arguments, live)
+        self.executable.commit.clear_gradients(self.inputs.cleared(live.tensors))
         if self._is_new:
             self._is_new = False
             return_freed_pages()  # state lies where it stays, and the memory that the program runs in is not there yet
@@ -189,17 +190,18 @@ class Compiled:
     def finish(self, running: Running, returned: list[Any], restore: Restore | None = None) -> Any:
         """Put what the executable ``returned`` where it belongs, and return what the step does."""
         arguments, tensors = running.arguments, running.tensors
-        self.executable.commit.check_rooms()
+        commit = self.executable.commit
+        commit.check_rooms()
+        shown = returned if restore is None else restore(returned)
+        if self.inputs.clears or self.inputs.written or self._results.are_kept:
+            commit()  # all below is written on all ranks, or on none
         self.inputs.leave()
         for k in self.inputs.written:
             if running.contiguous[k] is not running.given[k]:
                 running.given[k].copy_(running.contiguous[k])
         self._results.write_state(returned, arguments, tensors)
-        shown = returned if restore is None else restore(returned)
-        if self.captured.writes:
-            self.executable.commit()
-            self._results.write_python_state(returned, shown, arguments)
-        self.executable.commit.finish()
+        self._results.write_python_state(returned, shown, arguments)
+        commit.finish()
         self._note_end(tensors)
         return self.captured.result(shown)
 

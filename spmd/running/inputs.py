@@ -65,9 +65,16 @@ class Inputs:
         contiguous = [tensor.contiguous() for tensor in given]
         state = self._guards.layout.locals(live.tensors)
         state = [*state, *self._flats.enter(state)]
-        for k in self._cleared:  # as the step does, so that new gradients find the memory
-            live.tensors[k].grad = None
         return Running(arguments, live.tensors, given, contiguous, self._in_order(live.numbers, state, contiguous))
+
+    @property
+    def clears(self) -> bool:
+        """Whether the step clears gradients before it reads them."""
+        return bool(self._cleared)
+
+    def cleared(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters among the live state of a call whose gradients the step clears before it reads them."""
+        return [tensors[k] for k in self._cleared]
 
     def leave(self) -> None:
         """Copy state back to where its owners have it, if it lies elsewhere."""

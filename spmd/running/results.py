@@ -24,6 +24,13 @@ class Results:
         self._captured, self._names, self._device_mesh = captured, names, device_mesh
         self._outputs = [output for output in program.outputs if output.kind is not OutputKind.UPDATE]
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether some of what a call makes is put somewhere."""
+        captured = self._captured
+        state = captured.new_state or captured.cleared_gradients or captured.requires_grad
+        return bool(state or captured.writes)
+
     def write_state(self, returned: list[Any], arguments: Arguments, tensors: list[torch.Tensor]) -> None:
         """Put new state where eager would have put it."""
         captured = self._captured

@@ -7,6 +7,9 @@ write while another may still fail to compute its gradients.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import torch
 
 from passes.runtime.host_memory import begin_reads, begin_writes
 from passes.runtime.rooms import RoomExceededError, most_rows
@@ -25,12 +28,21 @@ class Commit:
         self.state = StateIs.BEFORE
         self._connection: Connection | None = None
         self._has_barrier = True
+        self._cleared: Sequence[torch.Tensor] = ()
 
     def start(self, connection: Connection | None) -> None:
         """A call begins, on the ranks of ``connection``."""
         self.state, self._connection, self._has_barrier = StateIs.BEFORE, connection, True
+        self._cleared = ()
         most_rows()  # of what ran before, and was of no call
         begin_reads()
+
+    def clear_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Clear the gradients of ``parameters`` once state may be written: until then a call may fail, and leave them.
+
+        Gradients that the call leaves behind are written from there on, so that they find the memory.
+        """
+        self._cleared = parameters
 
     def skip_barrier(self) -> None:
         """Need no barrier: the first write is of data that was complete on all ranks before this call."""
@@ -59,6 +71,9 @@ class Commit:
             if self._connection is not None and self._has_barrier:
                 self._connection.barrier()
             self.state = StateIs.MIXED
+            for parameter in self._cleared:
+                parameter.grad = None
+            self._cleared = ()
 
     def finish(self) -> None:
         """All that the call writes is written, and between calls the user may write to what it has copied."""
