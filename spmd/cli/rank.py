@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from ..ranks.printed_errors import PRINTED_BY
+
 FOLDER = "SPMD_RUN_FOLDER"  # the environment variable that names a folder of the ranks of this host
-FAILED, FOLLOWED, ENDED = "failed", "followed", "ended"  # files in it, each with the number of a start or a local rank
+# Files in it, each with the number of a start or a local rank. That of a start has text once its error is printed.
+FAILED, FOLLOWED, ENDED = "failed", "followed", "ended"
 
 
 def main() -> None:
@@ -41,8 +46,9 @@ def _exit_code(end: SystemExit) -> int:
         _own_file(ENDED).touch()
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
-    if _is_first():
-        print(end.code, file=sys.stderr)
+    with _first() as is_first:
+        if is_first:
+            print(end.code, file=sys.stderr)
     return 1
 
 
@@ -51,10 +57,14 @@ def _fail(error: BaseException) -> None:
     errors = sys.modules.get("passes.errors")
     if errors is not None and isinstance(error, errors.RankFailedError):
         _own_file(FOLLOWED).write_text(f"{type(error).__name__}: {error}")
-    elif _is_first():
-        error.add_note(f"on rank {_rank()} of {os.environ['WORLD_SIZE']}")
-        error = error.with_traceback(_in_script(error.__traceback__))
-        sys.excepthook(type(error), error, error.__traceback__)
+        with _first(prints=False):
+            return
+    with _first() as is_first:
+        if is_first:
+            error.add_note(f"on rank {_rank()} of {os.environ['WORLD_SIZE']}")
+            vars(error).pop(PRINTED_BY, None)
+            error = error.with_traceback(_in_script(error.__traceback__))
+            sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _in_script(traceback: TracebackType | None) -> TracebackType | None:
@@ -65,13 +75,27 @@ def _in_script(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
-def _is_first() -> bool:
-    """Whether no rank of this host has failed before, since the ranks were last started."""
+@contextmanager
+def _first(prints: bool = True) -> Iterator[bool]:
+    """Whether no rank of this host has printed an error since the ranks were last started, and this one ``prints`` one.
+
+    Others wait until it has: a rank that ends first has torchrun stop all, also in the middle of a line.
+    """
+    with open(_file(FAILED, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), "a") as file:
+        _lock(file.fileno())
+        is_first = os.fstat(file.fileno()).st_size == 0
+        yield is_first
+        if is_first and prints:
+            file.write(f"{_rank()}\n")
+
+
+def _lock(file: int) -> None:
+    """Wait until no other process has the lock of a file. It is released where the file is closed."""
     try:
-        _file(FAILED, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+        import fcntl  # not on every system
+    except ImportError:
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _own_file(name: str) -> Path:

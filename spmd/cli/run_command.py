@@ -109,7 +109,7 @@ def _run_torchrun(options: list[str], folder: Path) -> int:
 
     parsed = torchrun.parse_args(options)
     count = torchrun.determine_local_world_size(parsed.nproc_per_node)
-    last = folder / f"{FAILED}-{parsed.max_restarts}"  # there if a rank of the last start has printed why it failed
+    last = folder / f"{FAILED}-{parsed.max_restarts}"  # has text if a rank of the last start has printed why it failed
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(_cores() // count, _MOST_THREADS))))
     logging.disable()  # in this process alone; the ranks log for themselves
     try:
@@ -120,11 +120,11 @@ def _run_torchrun(options: list[str], folder: Path) -> int:
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if not last.exists():
+        if not _has_text(last):
             _explain(rank, failure.exitcode, folder)
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except (RendezvousError, DistError) as lost:  # such as where the host that has torchrun's store has ended
-        if not last.exists():
+        if not _has_text(last):
             print(_lost(lost, torchrun.get_rdzv_endpoint(parsed)), file=sys.stderr)
         return 1
     return 0
@@ -132,6 +132,10 @@ def _run_torchrun(options: list[str], folder: Path) -> int:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _has_text(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0
 
 
 def _lost(error: Exception, endpoint: str) -> str:

@@ -8,12 +8,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-_BY = "_spmd_printed_by"  # an attribute of such an error
+PRINTED_BY = "_spmd_printed_by"  # an attribute of such an error: the rank that prints it
 
 
 def leave_to_first_rank(error: Exception, first: int, rank: int) -> None:
     """Let this ``rank`` print one line for ``error``, which rank ``first`` raises, too, if nothing catches it."""
-    vars(error)[_BY] = first
+    vars(error)[PRINTED_BY] = first
     if not isinstance(sys.excepthook, partial) or sys.excepthook.func is not _print:
         sys.excepthook = partial(_print, sys.excepthook, rank)
 
@@ -25,7 +25,7 @@ def _print(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    first = vars(error).get(_BY)
+    first = vars(error).get(PRINTED_BY)
     if first is None:
         otherwise(kind, error, trace)
     else:

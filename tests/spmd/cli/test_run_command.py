@@ -20,6 +20,7 @@ from ...harness import programs
 from ...harness.meeting import free_port
 
 # Without torch, so that ranks start at once. ``follow``: a rank fails, and the other raises what its step does.
+# ``left``: both raise one error, and rank 1, which would leave it to rank 0, is there first.
 SCRIPT = """
 import atexit, os, sys, time, types
 rank, world, how = os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1]
@@ -39,6 +40,15 @@ if how == "follow":
     while not os.path.exists(sys.argv[3]):
         time.sleep(0.01)
     raise RankFailedError("rank 1 failed")
+if how == "left" and rank == "0":
+    while not os.path.exists(os.path.join(os.environ["SPMD_RUN_FOLDER"], "failed-0")):
+        time.sleep(0.01)
+    raise ValueError("no room")
+if how == "left":
+    from spmd.ranks.printed_errors import leave_to_first_rank
+    sys.excepthook = lambda *error: (time.sleep(0.5), sys.__excepthook__(*error))  # as one that looks for source lines
+    leave_to_first_rank(error := ValueError("no room"), first=0, rank=1)
+    raise error
 if how == "message":
     sys.exit("nothing to train")
 if how == "killed" and rank == "0":
@@ -75,6 +85,7 @@ def launched(*options: object, **variables: str) -> subprocess.CompletedProcess[
         ("well", 0, ""),
         ("all", 1, "ValueError: bad configuration\non rank "),
         ("one", 1, "ValueError: bad row\non rank 1 of 2\n"),
+        ("left", 1, "ValueError: no room\non rank 1 of 2\n"),
         ("message", 1, "nothing to train\n"),
         ("killed", 137, "spmd run: rank 0 was killed by signal 9 (SIGKILL)\n"),
     ],
