@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
 from .base import Pass
@@ -35,6 +36,7 @@ from .memory.peak_memory import planned_memory
 from .memory.recompute import Recompute
 from .memory.temporaries import most_with_temporaries
 from .runner import run
+from .runtime.arena import extent
 from .schedule.estimate import estimate
 from .schedule.node_costs import NodeCosts, device_of
 from .schedule.rates import rates_of
@@ -79,6 +81,32 @@ def fit(
         raise MemoryBudgetError(refusal(budget, search.least()))
     fitted = chosen.way.of(program), search.pipeline(chosen)
     return Fitted(*fitted, search.peak(chosen), search.describe(chosen, budget))
+
+
+def check_state_fits(program: Program, budget: int, all_gather: AllGather, kept: Sequence[Program] = ()) -> None:
+    """Raise ``MemoryBudgetError`` where a partitioned program's state alone is over ``budget``: no pass makes it less.
+
+    On the host its graphs count, too, as far as they are made. Collective; ``kept``: as for ``fit``.
+    """
+    device, stages = device_of(program), program.stages
+    own = [program] if stages is None else [stages.programs[role] for role in stages.roles_of(program)]
+    held = sum(dict(size for each in own for size in _state_bytes(each, device)).values())
+    if device.type == "cpu":
+        held += _NODE_BYTES * sum(len(each.graph.nodes) for each in (program, program, *kept)) + _COMPILING
+    most = max(map(int, all_gather(str(held))))
+    if most > budget:
+        raise MemoryBudgetError(
+            f"expected memory= to be at least {rounded_up(most)} per rank, which the step's state takes before a value "
+            f"is computed, got {rounded_down(budget)}: split state over more ranks, or train a smaller model"
+        )
+
+
+def _state_bytes(program: Program, device: torch.device) -> Iterator[tuple[str, int]]:
+    """The bytes of each parameter, buffer and tensor of an optimizer that a rank has on a device, by name."""
+    for declared, node in zip(program.inputs, program.placeholders, strict=True):
+        val = node.meta["val"]
+        if declared.role.is_state and isinstance(val, torch.Tensor) and val.device == device:
+            yield declared.name, extent(val.shape, val.stride()) * val.element_size()
 
 
 def decide_gathers(program: Program, pipeline: Sequence[Pass], all_gather: AllGather) -> Program:

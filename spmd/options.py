@@ -16,7 +16,7 @@ import passes
 from passes import MemoryBudgetError, Pass, Program
 from passes.default_passes import with_micro_batches
 from passes.defer import run_and_defer
-from passes.fit_memory import AllGather, bytes_of_stages, decide_gathers, describe_fit, fit, refusal
+from passes.fit_memory import AllGather, bytes_of_stages, check_state_fits, decide_gathers, describe_fit, fit, refusal
 from passes.ir.bundle import Bundle
 from passes.runner import OnStage
 
@@ -146,10 +146,12 @@ class Options:
     def partition(self, captured: Program, all_gather: AllGather, kept: Sequence[Program]) -> Program:
         """One rank's share; of a pipeline, in the fastest of its schedules that fits into ``memory``. Collective then.
 
-        ``kept``: as for ``fitted``. Raises ``MemoryBudgetError`` if none fits.
+        ``kept``: as for ``fitted``. Raises ``MemoryBudgetError`` if none fits, or state alone does not.
         """
         mode, needed = self.mode, list[int]()
         local = partition_together(mode, captured, all_gather) if isinstance(mode, Auto) else mode.partition(captured)
+        if self.memory is not None:
+            check_state_fits(local, self.memory, all_gather, kept)
         while self.memory is not None and local.stages is not None:
             needed.append(bytes_of_stages(local, self.pipeline, all_gather, kept))
             if needed[-1] <= self.memory:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from passes import CaptureError, PlacementError, RankMismatchError, Role, SpmdError
+from passes import CaptureError, MemoryBudgetError, PlacementError, RankMismatchError, Role, SpmdError
 from passes.unexpected_errors import explained
 
 from .._torch import (
@@ -32,7 +32,7 @@ from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
 
 aten = torch.ops.aten
 
-_FOR_USERS = (CaptureError, PlacementError, RankMismatchError)
+_FOR_USERS = (CaptureError, PlacementError, MemoryBudgetError, RankMismatchError)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from traceback import extract_tb
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import passes
 import spmd
-from passes import Recompute, default, estimate, run
+from passes import Recompute, default, estimate, fit_memory, run
 from passes.fit_memory import fit
 from tests.harness.pool import Ranks
+from tests.harness.programs import ROOT
 from tests.harness.structure import compile_on_fake_ranks
 
 pytestmark = pytest.mark.slow
@@ -110,12 +113,34 @@ def test_more_memory_is_never_slower(style: str) -> None:
 
 
 def test_a_budget_that_nothing_fits_into_is_refused_with_one_that_does() -> None:
-    with pytest.raises(spmd.MemoryBudgetError, match=r"at least [\d.]+ MB per rank, .*, got 100.00 KB") as refused:
-        compiled("100KB")
+    state, _ = of_state("replicate", Net().double())
+    with pytest.raises(spmd.MemoryBudgetError, match=r"at least [\d.]+ MB per rank, with which this step") as refused:
+        compiled(state + 100_000)
     least = megabytes(str(refused.value))
     step = compiled(least)
     assert peak(step) < counted(step) <= least
     assert "computed again in backward" in "".join(step.program.notes)
+
+
+def of_state(style: str, model: nn.Module, **options: Any) -> tuple[int, list[str]]:
+    """The bytes that a refusal of a small budget names, and the files of its traceback."""
+    mode = spmd.DataParallel(style, **options)  # type: ignore[arg-type]
+    given = model, torch.optim.Adam(model.parameters())
+    with pytest.raises(spmd.MemoryBudgetError, match=r"state takes .*, got 100.00 KB: split state") as refused:
+        compile_on_fake_ranks(2, train_step, given, *batch(), parallel_mode=mode, memory="100KB")
+    return megabytes(str(refused.value)), [frame.filename for frame in extract_tb(refused.value.__traceback__)]
+
+
+def test_state_that_does_not_fit_is_refused_before_any_pass_at_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the passes do, and however many micro-batches there are, state is as large."""
+    for module in (passes, fit_memory):
+        monkeypatch.setattr(module, "run", None)
+    model = nn.Sequential(nn.Linear(16, 30_000), nn.Linear(30_000, 4)).double()
+    of_adam = 3 * 8 * sum(p.numel() for p in model.parameters())
+    whole, files = of_state("replicate", model)
+    split, _ = of_state("fully_shard", model, micro_batches="auto")
+    assert whole > of_adam and whole - split > 0.4 * of_adam
+    assert not [file for file in files if file.startswith((str(ROOT / "spmd"), str(ROOT / "passes")))]
 
 
 def test_parameters_are_gathered_again_before_anything_is_slower() -> None:
