@@ -1,5 +1,22 @@
 """The errors users see. Each message is a sentence: what was expected, what came, what to do."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+
+def did_you_mean(given: Any, known: Iterable[str]) -> str:
+    """The end of a sentence on a wrong name: those of ``known`` that are close to it, or nothing.
+
+    A name with another number in it ("zero3") was meant so, and what it names may be close to another one.
+    """
+    if not isinstance(given, str):
+        return ""
+    text = given.rstrip("0123456789").casefold()
+    by_case = {name.casefold(): name for name in known if name == text or name.rstrip("0123456789") != text}
+    close = [f'"{by_case[each]}"' for each in get_close_matches(given.casefold(), by_case, 2)]
+    return f": did you mean {' or '.join(close)}?" if close else ""
+
 
 class SpmdError(Exception):
     """Base of every error this project raises on purpose, but for wrong arguments (``TypeError``, ``ValueError``)."""

@@ -20,6 +20,7 @@ from torch import fx
 
 from .analysis.collective_algorithms import BUILT_IN
 from .analysis.collective_algorithms import Table as Costs
+from .errors import did_you_mean
 from .ir.bundle import Bundle
 from .ir.collectives import Collective, Kind, input_bytes, moved
 from .ir.printer import short_dtype
@@ -298,7 +299,9 @@ class Report:
 
     def _rows(self, kind: str) -> list[Traffic]:
         if kind not in list(Kind):
-            raise ValueError(f"expected a kind of collective, one of {', '.join(Kind)}, got {kind!r}")
+            raise ValueError(
+                f"expected a kind of collective, one of {', '.join(Kind)}, got {kind!r}{did_you_mean(kind, Kind)}"
+            )
         return [row for row in self.traffic if row.kind == kind]
 
     def __str__(self) -> str:

@@ -10,9 +10,12 @@ from torch import fx, nn
 
 from passes import Pass
 
+from .keywords import checks_keywords
 from .lowering.backends import Backend
 from .modes.base import ParallelMode
-from .options import ModeName, Options
+from .modes.data_parallel import DataParallel
+from .modes.shares import StyleName
+from .options import Options
 from .override import Override
 from .step import CompiledStep
 
@@ -50,7 +53,7 @@ def compile(
     function: Callable[P, R],
     /,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-    parallel_mode: ParallelMode | ModeName | None = None,
+    parallel_mode: ParallelMode | StyleName | None = None,
     *,
     module_override: Sequence[Override] | None = None,
     **options: Unpack[CompileOptions],
@@ -61,16 +64,17 @@ def compile(
 def compile(
     module_override: Sequence[Override] | None = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-    parallel_mode: ParallelMode | ModeName | None = None,
+    parallel_mode: ParallelMode | StyleName | None = None,
     **options: Unpack[CompileOptions],
 ) -> Decorate: ...
 
 
+@checks_keywords("spmd.compile", parallel_mode=DataParallel)
 def compile(
     given: Any = None,
     /,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-    parallel_mode: ParallelMode | ModeName | None = None,
+    parallel_mode: ParallelMode | StyleName | None = None,
     *,
     module_override: Sequence[Override] | None = None,
     passes: Sequence[Pass] | None = None,
@@ -95,9 +99,9 @@ def compile(
     - ``given``: the function, or ``module_override`` by position.
     - ``module_override``: a list of ``Override``.
     - ``gm_transformation``: called with the final graph of every program, once; returns the graph to run.
-    - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``. By name: ``"replicate"`` or
-      ``"ddp"``; ``"fully_shard"`` or ``"fsdp"``; ``"zero1"``, which is ``"replicate"`` with ``shard_optimizer=True``.
-    - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
+    - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``. A name of a style, such as
+      ``"fsdp"``, is the mode ``DataParallel("fsdp")``.
+    - ``passes``: the passes to run instead of the mode's own, also of its ``custom_passes``; ``()`` runs none.
     - ``backend``: ``"aten"``; ``"inductor"``, which makes kernels of what lies between matrix products, where they are
       quicker; or for regions ``torch.compile``, ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.

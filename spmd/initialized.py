@@ -17,7 +17,8 @@ from ._torch import get_proxy_mode, tree_flatten
 from .call.call import Call
 from .call.state import Arguments, Leaf
 from .modes.base import ParallelMode, PlannedMode
-from .options import ModeName, check_mode
+from .modes.shares import StyleName
+from .options import check_mode
 from .state.distribute import prepare
 from .state.initialize import check_initializable, initialize, seed_to_initialize
 from .state.stale_references import end_stale_references
@@ -25,7 +26,7 @@ from .state.stale_references import end_stale_references
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def materialize(module: Module, parallel_mode: ParallelMode | ModeName | None = None) -> Module:
+def materialize(module: Module, parallel_mode: ParallelMode | StyleName | None = None) -> Module:
     """Initialize what ``module`` has on the meta device, module by module; all ranks call it. Returns ``module``.
 
     A compiled step does so itself when it first compiles; here it is done earlier, for a checkpoint to be loaded into.

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -26,7 +26,8 @@ from .lowering.backends import Backend, check_backend
 from .modes.auto import Auto, partition_together
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
-from .modes.option_groups import check_memory
+from .modes.option_groups import check_memory, check_one_of
+from .modes.shares import STYLES
 from .override import Override, transform_graph_module
 from .ranks.simulated import simulated
 
@@ -277,18 +278,8 @@ def _kind_of_other(overrides: Sequence[Any]) -> str:
     return next(type(each).__name__ for each in overrides if not isinstance(each, Override))
 
 
-ModeName = Literal["replicate", "fully_shard", "ddp", "fsdp", "zero1"]
 # What kernels of optimizers take from the host only, by names in ``param_groups``.
 _OF_KERNELS = ("*.betas.*", "*.eps", "*.weight_decay", "*.momentum", "*.dampening", "*.lr_decay")
-
-_MODES: Mapping[str, Mapping[str, Any]] = {
-    "replicate": {"parallel_style": "replicate"},
-    "fully_shard": {"parallel_style": "fully_shard"},
-    "ddp": {"parallel_style": "replicate"},
-    "fsdp": {"parallel_style": "fully_shard"},
-    "zero1": {"parallel_style": "replicate", "shard_optimizer": True},
-}
-"""The arguments of ``DataParallel`` for the modes that have a name."""
 
 
 def check_mode(given: Any) -> ParallelMode:
@@ -298,11 +289,9 @@ def check_mode(given: Any) -> ParallelMode:
     """
     if given is None:
         return DataParallel("replicate")
-    if isinstance(given, str) and given not in _MODES:
-        listed = ", ".join(f'"{each}"' for each in _MODES)
-        raise ValueError(f"expected parallel_mode to be one of {listed}, or a spmd.ParallelMode, got {given!r}")
     if isinstance(given, str):
-        return DataParallel(**_MODES[given])
+        check_one_of("parallel_mode", given, tuple(STYLES), ", or a spmd.ParallelMode")
+        return DataParallel(given)  # type: ignore[arg-type] # one of them
     if not isinstance(given, ParallelMode):
         raise TypeError(
             f'expected parallel_mode to be a spmd.ParallelMode, such as DataParallel("replicate"), got {given!r}'

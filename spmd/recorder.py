@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from passes import Input, PassError
+from passes import Input, PassError, SpmdError
 from passes.ir.saved_program import save_program
 
 from ._torch import local_tensor, version_of
@@ -33,7 +33,10 @@ class Recorder:
     """Records the calls of one step on this rank. After an error of the file system it warns, and records no more."""
 
     def __init__(self, folder: Path, last: int, name: str) -> None:
-        """Raises ``ValueError`` where the folder of this rank has something else in it than an earlier record."""
+        """Raises ``ValueError`` where the folder of this rank has something else in it than an earlier record.
+
+        And ``SpmdError`` where it cannot be made.
+        """
         self.folder = folder / f"rank-{dist.get_rank() if dist.is_initialized() else 0}"
         self._last, self._is_active = last, True
         self._stretches: list[int] = []  # their first calls
@@ -43,8 +46,11 @@ class Recorder:
         if self.folder.exists() and not (self.folder / _MARK).exists() and any(self.folder.iterdir()):
             raise ValueError(f"expected an empty folder, or that of an earlier record, got {self.folder}")
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        (self.folder / _MARK).write_text(json.dumps({"step": name, "last": last}))
+        try:
+            self.folder.mkdir(parents=True)
+            (self.folder / _MARK).write_text(json.dumps({"step": name, "last": last}))
+        except OSError as error:
+            raise SpmdError(f"expected a folder for the record of {name} that can be written to: {error}") from error
 
     def begin(self, compiled: Compiled, state: Sequence[torch.Tensor], call: int, execute: Execute | None) -> Execute:
         """A function that records a call's inputs and runs it. ``state``: the live tensors; ``call``: its number."""

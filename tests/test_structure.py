@@ -41,7 +41,7 @@ ORDER = {
     "spmd": """
         version _torch placements
         interpreter/
-        memo unexpected_errors
+        memo unexpected_errors keywords
         failed_ops
         annotations/ ranks/
         call/

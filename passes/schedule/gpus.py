@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..analysis.collective_algorithms import Algorithm, Link, Point, Table
+from ..errors import did_you_mean
 from ..ir.collectives import Kind
 from ..ir.program import Axis, Mesh
 
@@ -117,7 +118,9 @@ def published(gpu: str, mesh: Mesh, ranks_per_host: int = RANKS_PER_HOST) -> Tab
     Ranks that follow each other are on one host.
     """
     if gpu not in GPUS:
-        raise ValueError(f"expected a GPU with published figures, one of {', '.join(GPUS)}, got {gpu!r}")
+        raise ValueError(
+            f"expected a GPU with published figures, one of {', '.join(GPUS)}, got {gpu!r}{did_you_mean(gpu, GPUS)}"
+        )
     links = tuple(published_link(gpu, axis, mesh, ranks_per_host) for axis in mesh.axes if axis.size > 1)
     return Table(f"{gpu}, published", links, compute_of(gpu))
 

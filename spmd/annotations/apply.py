@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..keywords import checks_keywords
 from ..ranks.world import as_mesh
 from .contract import Annotation, Api, note, parameter_names
 from .policies import MixedPrecisionPolicy, OffloadPolicy
@@ -19,6 +20,7 @@ from .policies import MixedPrecisionPolicy, OffloadPolicy
 Annotated = TypeVar("Annotated", bound=nn.Module | Sequence[nn.Module])
 
 
+@checks_keywords("spmd.replicate")
 def replicate(
     module: Annotated,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
@@ -66,6 +68,7 @@ def replicate(
     return module
 
 
+@checks_keywords("spmd.fully_shard")
 def fully_shard(
     module: Annotated,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,

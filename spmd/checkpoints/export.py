@@ -18,7 +18,7 @@ from torch import nn
 
 from ..deferral.pending import finish_pending
 from .direct import save_file
-from .folders import INDEX, path_of, write_whole
+from .folders import INDEX, make, path_of, write_whole
 from .prepare import Prepared, prepare
 from .storage import Files, file_numbers, write
 from .together import Together, together
@@ -90,7 +90,7 @@ def _temporary(folder: Path, ranks: Together) -> Iterator[Path]:
     """A folder for the parts of all ranks, which goes in the end."""
     parts = folder / f".parts-{ranks.first(lambda: secrets.token_hex(8))}"
     try:
-        ranks.first(lambda: parts.mkdir(parents=True))
+        ranks.first(lambda: make(parts))
         yield parts
     finally:
         if ranks.rank == 0:

@@ -32,6 +32,16 @@ def path_of(folder: Any) -> Path:
     return Path(folder).absolute()
 
 
+def make(folder: Path) -> None:
+    """Make a folder, and those above it. Raises ``SpmdError`` where it cannot be made."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise SpmdError(
+            f"expected a path where a folder can be made, but {folder.parent} cannot have one: {error}. Pass another"
+        ) from error
+
+
 def target(folder: Path, step: int | None) -> Path:
     """Where the checkpoint of a step lies; without ``step`` the folder itself is one."""
     return folder if step is None else folder / f"step-{step}"

@@ -23,7 +23,7 @@ from ..interpreter.interrupts import deferred_signals
 from ..state.background_reads import READS, Read, wait_within_hooks
 from . import background
 from .background import Handle
-from .folders import DATA, MARKER, VALUES, keep_newest, path_of, remove_leftovers, target, write_whole
+from .folders import DATA, MARKER, VALUES, keep_newest, make, path_of, remove_leftovers, target, write_whole
 from .marker import Marker, describe
 from .per_rank import gather
 from .prepare import Prepared, compare, line_of, prepare
@@ -141,7 +141,7 @@ class _Save:
     def _begin(self, ranks: Together) -> None:
         self.values = to_bytes(self.prepared.trees, dict(rng_state()), self.folder.name)
         self.tensors = describe(self.prepared.tensors)
-        ranks.first(lambda: self.folder.mkdir(parents=True))
+        ranks.first(lambda: make(self.folder))
 
     def _finish(self, files: dict[str, int], ranks: Together) -> None:
         keep, step, checkpoint = self.keep, self.step, self.folder.parent

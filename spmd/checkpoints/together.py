@@ -74,12 +74,13 @@ class Together:
         try:
             result = work()
         except Exception as raised:
-            if self._connection is None:
+            if self._connection is None and not isinstance(raised, OSError):
                 raise
             error = raised
-        if self._connection is None:
-            return [result]
         failure = None if error is None else [type(error).__name__, str(error) or described(error)]
+        if self._connection is None:
+            self._raise_if_any([failure], error)
+            return [result]
         texts = self._exchange(json.dumps([failure, result]))
         gathered = [json.loads(text) for text in texts]
         self._raise_if_any([failure for failure, _ in gathered], error)

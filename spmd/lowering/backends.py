@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from passes.errors import did_you_mean
+
 from .codegen import Compiles
 from .compiled_regions import CompiledRegions, takes_examples
 from .islands import CompiledIslands
@@ -22,7 +24,8 @@ def check_backend(given: Any) -> Backend:
     if given == "aten" or given == "inductor":
         return given  # type: ignore[no-any-return]
     if not callable(given):
-        raise TypeError(f'expected backend to be "aten", "inductor" or a callable, got {given!r}')
+        hint = did_you_mean(given, ("aten", "inductor"))
+        raise TypeError(f'expected backend to be "aten", "inductor" or a callable, got {given!r}{hint}')
     takes_examples(given)
     return given  # type: ignore[no-any-return]
 

@@ -22,6 +22,7 @@ from passes.schedule.node_costs import device_of
 
 from ..annotations.policies import MixedPrecisionPolicy
 from ..interpreter.environment import is_set
+from ..keywords import checks_keywords
 from ..partitioner.plan import Plan
 from ..ranks.axis_roles import Axes
 from ..ranks.simulated import simulated
@@ -67,6 +68,7 @@ class Auto(DataParallel):
     ``MemoryBudgetError`` when the step compiles and no style fits, with the least memory that any needs.
     """
 
+    @checks_keywords("spmd.Auto")
     def __init__(
         self,
         memory: int | str | None = None,

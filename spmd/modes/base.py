@@ -30,7 +30,8 @@ class ParallelMode(ABC):
     - ``mesh``: the device mesh, None for ``spmd.world()``. ``inputs``: placements by argument name, or None; capture
       reads both, since they determine global shapes. ``input_batch_dim``: the dim along which tensors that ``inputs``
       does not name are split over the axes of the batch (``axis_roles``).
-    - ``custom_passes``: passes for programs of this mode instead of ``passes.default()``.
+    - ``custom_passes``: passes for programs of this mode instead of ``passes.default()``. Those of
+      ``passes=`` of ``spmd.compile``, if it is given, run instead of both.
     - ``units``: the modules whose parameters are communicated together, None for what passes form.
     - ``experts``: the parameters whose dim 0 is the expert, None for those that are found in the program.
     - ``ignored``: state that ranks do not make equal; ``sync``: False if they make none equal.

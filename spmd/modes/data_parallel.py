@@ -22,6 +22,7 @@ from ..annotations.apply import check_offload_policy, check_parameters, check_po
 from ..annotations.chosen_units import Choice, chosen_units
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
+from ..keywords import checks_keywords
 from ..micro_batches.same_bits import partition_with_same_bits
 from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan
@@ -57,7 +58,7 @@ from .option_groups import (
     check_statistics,
 )
 from .sequence import SEQUENCE_DIM, check_attention, sequence_cuts
-from .shares import Share, Style, check_gather_dtype, check_untrained
+from .shares import Share, Style, StyleName, check_gather_dtype, check_untrained
 
 
 class DataParallel(PlannedMode):
@@ -67,6 +68,9 @@ class DataParallel(PlannedMode):
     - ``"fully_shard"``: every rank has a part of each parameter, split on dim 0, unevenly if necessary; parameters are
       gathered before their first use and gradients are reduce-scattered (as in FSDP). 0-dim parameters are replicated.
     - ``"default"``: split what divides evenly on dim 0, replicate the rest.
+
+    Other names of these: ``"ddp"`` is ``"replicate"``, ``"fsdp"`` is ``"fully_shard"``, and ``"zero1"`` is
+    ``"replicate"`` with ``shard_optimizer=True``.
 
     ``axes`` gives roles to axes by name, ``{"batch": "dp", "tensor": "tp"}``; a role may name several axes, and an axis
     have several roles. ``"batch"``: ranks pass other rows. ``"shard"``: styles split parameters, by default over the
@@ -188,15 +192,18 @@ class DataParallel(PlannedMode):
     treated as theirs asks.
 
     ``input_batch_dim``: the batch dim of every tensor argument that ``inputs`` does not name. ``inputs``: placements of
-    the other arguments, by name. Raises ``ValueError`` for an unknown style, reduction, role, axis or dtype, and for
-    options that exclude each other.
+    the other arguments, by name. ``custom_passes``: passes instead of ``passes.default()``; those of ``passes=`` of
+    ``spmd.compile``, if it is given, run instead of both.
+
+    Raises ``ValueError`` for an unknown style, reduction, role, axis or dtype, and for options that exclude each other.
     """
 
     follows_annotations = True
 
+    @checks_keywords("spmd.DataParallel")
     def __init__(
         self,
-        parallel_style: Style = "replicate",
+        parallel_style: StyleName = "replicate",
         *,
         mesh: DeviceMesh | ProcessGroup | None = None,
         axes: Axes | None = None,

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import Pass, Program, Role
 from passes.ir.program import replicated
 
+from ..keywords import checks_keywords
 from ..partitioner.plan import Plan
 from .base import PlannedMode
 from .named_placements import check_placements, parameter_placements, state_placements
@@ -23,6 +24,7 @@ class DTensorExpand(PlannedMode):
     counts, and parameters without a match are replicated. Raises ``PlacementError`` for a pattern without a match.
     """
 
+    @checks_keywords("spmd.DTensorExpand")
     def __init__(
         self,
         *,

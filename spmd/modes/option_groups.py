@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from passes import AxisRole
+from passes.errors import did_you_mean
 
 from ..annotations.apply import check_reshard
 from ..annotations.policies import OffloadPolicy
@@ -20,10 +21,10 @@ from ..stages.schedule_files import Actions
 from ..stages.schedules import AUTO, SCHEDULES
 from ..stages.stage_axis import Pipeline
 from .base import RUNS, check_flag
-from .shares import Style
+from .shares import STYLES, Style
 
 Reduce = Literal["once", "each"]
-_STYLES, _REDUCE = get_args(Style), get_args(Reduce)
+_REDUCE = get_args(Reduce)
 _WIRE = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -36,15 +37,16 @@ class Split:
 
     @classmethod
     def check(cls, style: Any, shards_optimizer: Any) -> Split:
-        """Raises ``TypeError`` or ``ValueError`` for another style, or one that splits optimizer state already."""
-        _check_one_of("parallel_style", style, _STYLES)
+        """The style of a name. Raises ``TypeError`` or ``ValueError`` for another, or one that splits state already."""
+        check_one_of("parallel_style", style, tuple(STYLES))
         check_flag("shard_optimizer", shards_optimizer)
-        if shards_optimizer and style != "replicate":
+        own, splits_state = STYLES[style]
+        if shards_optimizer and own != "replicate":
             raise ValueError(
                 f'expected shard_optimizer=True with parallel_style="replicate", got "{style}", which '
                 "splits the optimizer's state together with its parameters"
             )
-        return cls(style, shards_optimizer)
+        return cls(own, shards_optimizer or splits_state)
 
     @property
     def needs_axis(self) -> bool:
@@ -66,7 +68,7 @@ class Wire:
     @classmethod
     def check(cls, reduce_gradients: Any, reduce_dtype: Any, gather_dtype: Any, split: Split) -> Wire:
         """Raises ``ValueError`` for another reduction or dtype, or a dtype of gathers where there are none."""
-        _check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
+        check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
         _check_dtype("reduce_dtype", reduce_dtype)
         _check_dtype("gather_dtype", gather_dtype)
         if gather_dtype is not None and split.style == "replicate" and not split.shards_optimizer:
@@ -99,10 +101,11 @@ class Gathers:
         return cls(_check_reshard(reshard, split.style, offload), _check_prefetch(prefetch), _check_limit(limit))
 
 
-def _check_one_of(name: str, given: Any, allowed: Sequence[str]) -> None:
+def check_one_of(name: str, given: Any, allowed: Sequence[str], other: str = "") -> None:
+    """Raise ``ValueError`` for what is none of the names that are allowed. ``other``: what else is."""
     if given not in allowed:
         listed = ", ".join(f'"{each}"' for each in allowed)
-        raise ValueError(f"expected {name} to be one of {listed}, got {given!r}")
+        raise ValueError(f"expected {name} to be one of {listed}{other}, got {given!r}{did_you_mean(given, allowed)}")
 
 
 def _check_reshard(given: Any, style: Style, offload_policy: OffloadPolicy | None) -> bool | int | None:
@@ -173,7 +176,7 @@ def check_gather_parameters(given: Any, split: Split, micro_batches: int, stages
     """
     if given is None:
         return None
-    _check_one_of("gather_parameters", given, _REDUCE)
+    check_one_of("gather_parameters", given, _REDUCE)
     if split.style == "replicate" or micro_batches == 1 or stages:
         raise ValueError(
             f'expected gather_parameters="{given}" with micro_batches= or bits=, with parameters that the style splits '
@@ -243,7 +246,7 @@ def check_pipeline(
     actions = None
     if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv")):
         actions, schedule = Actions.read(schedule, micro_batches), "1f1b"
-    _check_one_of("schedule", schedule, (*SCHEDULES, AUTO))
+    check_one_of("schedule", schedule, (*SCHEDULES, AUTO))
     if offload is not None:
         raise ValueError("expected no offload_policy with stages: leave out one of them")
     if not isinstance(virtual, int) or isinstance(virtual, bool) or virtual < 2:
@@ -263,5 +266,10 @@ def check_memory(given: Any) -> int | None:
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]i?B|B)", given.strip()) if isinstance(given, str) else None
     size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if size < 1:
-        raise ValueError(f'expected memory to be a number of bytes, or text such as "600MB" or "1.5GiB", got {given!r}')
+        unit = given.strip().lstrip("0123456789. ") if isinstance(given, str) else None
+        hint = did_you_mean(unit, _UNITS) if unit not in _UNITS else ""
+        raise ValueError(
+            f'expected memory to be a number of bytes, or text such as "600MB" or "1.5GiB" in one of the units '
+            f"{', '.join(_UNITS)}, got {given!r}{hint}"
+        )
     return size

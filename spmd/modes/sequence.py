@@ -9,6 +9,7 @@ from typing import Any, get_args
 from torch.distributed.tensor import Shard
 
 from passes import AxisRole, Program, Role
+from passes.errors import did_you_mean
 from passes.ir.program import Placements, replicated
 
 from ..placements import Mirrored
@@ -21,7 +22,8 @@ SEQUENCE_DIM = 1
 def check_attention(given: Any, roles: Roles | None) -> Form | None:
     """Raise ``ValueError`` for another form of attention, or where no axis splits sequences; returns it."""
     if given is not None and given not in get_args(Form):
-        raise ValueError(f'expected attention to be "gather", "ring", "heads" or None, got {given!r}')
+        hint = did_you_mean(given, get_args(Form))
+        raise ValueError(f'expected attention to be "gather", "ring", "heads" or None, got {given!r}{hint}')
     if given is not None and not (roles and axes_having(AxisRole.SEQUENCE, roles)):
         raise ValueError(
             f'expected no attention="{given}" without an axis that splits sequences: give one the role, as '

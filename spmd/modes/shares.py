@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -16,6 +16,17 @@ from passes.ir.program import Placements
 from ..annotations.resolve import Annotations, Unit
 
 Style = Literal["replicate", "fully_shard", "default"]
+StyleName = Literal["replicate", "fully_shard", "default", "ddp", "fsdp", "zero1"]
+
+STYLES: Mapping[StyleName, tuple[Style, bool]] = {
+    "replicate": ("replicate", False),
+    "fully_shard": ("fully_shard", False),
+    "default": ("default", False),
+    "ddp": ("replicate", False),
+    "fsdp": ("fully_shard", False),
+    "zero1": ("replicate", True),
+}
+"""The names of styles, also those that other projects have: the style, and whether it splits the optimizer's state."""
 
 
 @dataclass(frozen=True)

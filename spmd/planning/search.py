@@ -11,6 +11,7 @@ from typing import Any
 
 from passes import Table
 from passes.communication.bucket_sizes import MAX_BYTES
+from passes.errors import did_you_mean
 from passes.schedule.gpus import Gpu
 
 from ..interpreter.young_collections import young_collections
@@ -117,7 +118,9 @@ def check(gpus: Any, gpu: Any, per_host: Any, rows: Any, top: Any) -> Gpu:
         if not is_number and (given is not None or name in ("gpus", "top")):
             raise ValueError(f"expected {name} to be a number, 1 or more, got {given!r}")
     if gpu not in KINDS:
-        raise ValueError(f"expected a GPU with published figures, one of {', '.join(KINDS)}, got {gpu!r}")
+        raise ValueError(
+            f"expected a GPU with published figures, one of {', '.join(KINDS)}, got {gpu!r}{did_you_mean(gpu, KINDS)}"
+        )
     if per_host is not None and gpus > per_host and gpus % per_host:
         raise ValueError(f"expected gpus to fill hosts of {per_host}, got {gpus}")
     return KINDS[gpu]

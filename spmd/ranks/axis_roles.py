@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from passes import AxisRole, Mesh, PlacementError
+from passes.errors import did_you_mean
 
 Axes = Mapping[str, str | Iterable[str]]
 Roles = Mapping[str, tuple[AxisRole, ...]]
@@ -46,7 +47,7 @@ def check_axes(given: Any) -> Roles | None:
 def _role(given: Any) -> AxisRole:
     if given not in _GIVEN:
         listed = ", ".join(f'"{role}"' for role in _GIVEN)
-        raise ValueError(f"expected axes to give the roles {listed}, got {given!r}")
+        raise ValueError(f"expected axes to give the roles {listed}, got {given!r}{did_you_mean(given, _GIVEN)}")
     return AxisRole(given)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ CASE = MLP(sizes=(15, 7), rows=6)
 
 def test_an_unknown_style_names_the_three() -> None:
     with pytest.raises(ValueError, match="zero3") as caught:
-        spmd.DataParallel("zero3")
+        spmd.DataParallel("zero3")  # type: ignore[arg-type]
     assert all(style in str(caught.value) for style in ("replicate", "fully_shard", "default"))
 
 
@@ -95,6 +96,38 @@ WRONG: list[dict[str, Any]] = [
 def test_an_option_of_the_wrong_type_is_a_type_error_that_names_it(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=next(iter(options))):
         spmd.compile(**options)(CASE.step)
+
+
+CLOSE: dict[str, Any] = {
+    'did you mean "fully_shard"?': lambda: spmd.DataParallel("fully_shrad"),  # type: ignore[arg-type]
+    'did you mean "fsdp"?': lambda: spmd.compile(parallel_mode="FSDP2"),  # type: ignore[call-overload]
+    'did you mean "once"?': lambda: spmd.DataParallel(reduce_gradients="Once"),  # type: ignore[arg-type]
+    'did you mean "inductor"?': lambda: spmd.compile(backend="inducter"),  # type: ignore[call-overload]
+    'did you mean "batch"?': lambda: spmd.DataParallel(axes={"bach": "dp"}),
+    'did you mean "interleaved"?': lambda: spmd.DataParallel(
+        axes={"stages": "pp"}, micro_batches=2, schedule="interleave"
+    ),
+    "spmd.DataParallel has no option 'shard_optimiser': did you mean \"shard_optimizer\"?": lambda: spmd.DataParallel(
+        shard_optimiser=True  # type: ignore[call-arg]
+    ),
+    "spmd.compile has no option 'dynamics': did you mean \"dynamic\"?": lambda: spmd.compile(dynamics={}),
+    "spmd.compile has no option 'micro_batches', but spmd.DataParallel has: pass parallel_mode=spmd.DataParallel(": (
+        lambda: spmd.compile(micro_batches=2)
+    ),
+    "spmd.Auto has no option 'style'": lambda: spmd.Auto(style="fsdp"),  # type: ignore[call-arg]
+    "spmd.fully_shard has no option 'reshard_after_forwards': did you mean": lambda: spmd.fully_shard(
+        nn.Linear(2, 2),
+        reshard_after_forwards=True,  # type: ignore[call-arg]
+    ),
+    "one of the units B, KB, MB, GB, KiB, MiB, GiB, got '1kB': did you mean \"KB\"": lambda: spmd.compile(memory="1kB"),
+    "one of the units B, KB, MB, GB, KiB, MiB, GiB, got '1 TB'": lambda: spmd.Auto(memory="1 TB"),
+}
+
+
+@pytest.mark.parametrize("message", CLOSE)
+def test_a_wrong_name_is_answered_with_close_ones(message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        CLOSE[message]()
 
 
 def test_overrides_may_stand_beside_the_function() -> None:

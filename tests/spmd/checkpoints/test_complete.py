@@ -47,6 +47,30 @@ def test_the_newest_complete_step_is_loaded(tmp_path: Path) -> None:
         load(tmp_path / "step-20")
 
 
+def under_a_file(rank: int, world: int, folder: Path) -> list[str]:
+    """The errors of what writes to a folder that cannot be made."""
+    file, said, model = folder / "file", [], torch.nn.Linear(2, 2)
+    writes: list[Callable[[], Any]] = [
+        lambda: spmd.save(file, model=model),
+        lambda: spmd.save(file / "below", step=3, model=model),
+        lambda: spmd.save(file, step=3, wait=False, model=model),
+        lambda: spmd.export(file, model),
+        lambda: spmd.compile(lambda x: x + 1).record(file),
+    ]
+    for write in writes:
+        with pytest.raises(spmd.SpmdError, match=r"expected a .*folder .*: .*Not a directory") as refused:
+            write()
+        said.append(str(refused.value).split(" ")[0])
+    return said
+
+
+def test_a_folder_that_cannot_be_made_is_our_error(tmp_path: Path, ranks: Ranks, alone: None) -> None:
+    """On one rank and on all of several."""
+    (tmp_path / "file").touch()
+    assert len(under_a_file(0, 1, tmp_path)) == 5
+    assert len({*map(len, ranks.run(2, under_a_file, tmp_path))}) == 1
+
+
 def test_keep_removes_what_is_older_and_incomplete(tmp_path: Path) -> None:
     (tmp_path / "step-1" / "data-0").mkdir(parents=True)
     (tmp_path / "step-2").mkdir()

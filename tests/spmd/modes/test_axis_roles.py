@@ -320,12 +320,20 @@ def test_a_mode_over_the_second_axis_of_the_mesh_of_its_parameters() -> None:
     ("fsdp", STYLES["fully_shard"]),
     ("fully_shard", STYLES["fully_shard"]),
     ("zero1", STYLES["shard_optimizer"]),
+    ("default", {"parallel_style": "default"}),
 ])  # fmt: skip
 def test_modes_have_names(name: Any, mode: dict[str, Any]) -> None:
-    assert repr(check_mode(name)) == repr(spmd.DataParallel(**mode))
+    """The same ones for ``compile`` and for ``DataParallel``."""
+    assert repr(check_mode(name)) == repr(spmd.DataParallel(name)) == repr(spmd.DataParallel(**mode))
 
 
 def test_a_name_that_no_mode_has() -> None:
-    expected = 'expected parallel_mode to be one of "replicate", "fully_shard", "ddp", "fsdp", "zero1", or a spmd.Para'
-    with pytest.raises(ValueError, match=expected):
+    names = '"replicate", "fully_shard", "default", "ddp", "fsdp", "zero1"'
+    with pytest.raises(ValueError, match=f"expected parallel_mode to be one of {names}, or a spmd.Para.*'zero3'$"):
         spmd.compile(train, parallel_mode="zero3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"expected parallel_style to be one of {names}, got 'zero3'$"):
+        spmd.DataParallel("zero3")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"expected shard_optimizer=True with parallel_style=\"replicate\", got \"fsdp\""
+    ):
+        spmd.DataParallel("fsdp", shard_optimizer=True)
