@@ -33,10 +33,10 @@ from .ir.program import Program, is_sharded
 from .ir.roles import Role
 from .memory.bundle_memory import bundle_memory
 from .memory.peak_memory import planned_memory
+from .memory.pieces import Pieces
 from .memory.recompute import Recompute
 from .memory.temporaries import most_with_temporaries
 from .runner import run
-from .runtime.arena import extent
 from .schedule.estimate import estimate
 from .schedule.node_costs import NodeCosts, device_of
 from .schedule.rates import rates_of
@@ -103,10 +103,10 @@ def check_state_fits(program: Program, budget: int, all_gather: AllGather, kept:
 
 def _state_bytes(program: Program, device: torch.device) -> Iterator[tuple[str, int]]:
     """The bytes of each parameter, buffer and tensor of an optimizer that a rank has on a device, by name."""
-    for declared, node in zip(program.inputs, program.placeholders, strict=True):
-        val = node.meta["val"]
-        if declared.role.is_state and isinstance(val, torch.Tensor) and val.device == device:
-            yield declared.name, extent(val.shape, val.stride()) * val.element_size()
+    state = {node: i.name for i, node in zip(program.inputs, program.placeholders, strict=True) if i.role.is_state}
+    for piece in Pieces(program.graph).all:
+        if piece.node in state and piece.space.device == device:
+            yield state[piece.node], piece.size
 
 
 def decide_gathers(program: Program, pipeline: Sequence[Pass], all_gather: AllGather) -> Program:

@@ -7,18 +7,22 @@ from pathlib import Path
 
 from passes import Report
 
+_REPORT = "report.json"
+
 
 def program_folder(folder: Path) -> Path:
     """The folder of one program: ``folder`` itself, or the only one somewhere in it that has stages.
 
-    Raises ``ValueError`` with what is there if there is none, or if there are several.
+    Those of the runs of a program, as of its micro-batches, have no report: it is in that of the program. Raises
+    ``ValueError`` with what is there if there is none, or if there are several.
     """
     if not folder.is_dir():
         near = sorted(each.name for each in folder.parent.iterdir() if each.is_dir()) if folder.parent.is_dir() else []
         raise ValueError(f"there is no folder {folder}; {folder.parent} has {', '.join(near) or 'no folders'}")
     if stages_of(folder):
         return folder
-    found = sorted({path.parent for path in folder.rglob("[0-9][0-9]_*.py")})
+    in_stages = {path.parent for path in folder.rglob("[0-9][0-9]_*.py")}
+    found = sorted(each for each in in_stages if (each / _REPORT).is_file()) or sorted(in_stages)
     if len(found) != 1:
         listed = ", ".join(str(path) for path in found)
         raise ValueError(
@@ -31,7 +35,9 @@ def program_folder(folder: Path) -> Path:
 
 def report_of(folder: Path) -> Report:
     """The report of the program in ``folder``. Raises ``ValueError`` for a file that is none."""
-    path = folder / "report.json"
+    path = folder / _REPORT
+    if not path.is_file() and (runs := folder.with_name(folder.name.rpartition("-")[0]) / _REPORT).is_file():
+        raise ValueError(f"{folder} is a run of the program in {runs.parent}, which has the report of all: name that")
     try:
         return Report.from_dict(json.loads(path.read_text()))
     except ValueError as error:
@@ -43,8 +49,8 @@ def reports_in(folder: Path) -> list[Report]:
 
     Raises ``ValueError`` where there is none.
     """
-    found = sorted(folder.rglob("report.json"), key=lambda path: (path.parent.parent, _number(path.parent.name)))
-    return [report_of(path.parent) for path in found or [program_folder(folder) / "report.json"]]
+    found = sorted(folder.rglob(_REPORT), key=lambda path: (path.parent.parent, _number(path.parent.name)))
+    return [report_of(path.parent) for path in found or [program_folder(folder) / _REPORT]]
 
 
 def _number(name: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,23 @@ def test_what_communicates_nothing_and_what_is_not_there(folder: Path, capsys: p
     assert "x causes no communication" in capsys.readouterr().out
     assert run(folder, "model.7.weight") == 2
     assert "model.0.weight, model.2.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"bits": "same"}], ids=str)
+def test_the_runs_of_a_program_have_its_report(
+    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has a folder of its own, beside that of the program."""
+    model, optimizer, x, y = regression(6, 5, 4)
+    mode = spmd.DataParallel("fully_shard", **options)
+    step = compile_on_fake_ranks(2, MLP.step, (model, optimizer), x, y, parallel_mode=mode, dump=tmp_path)
+    assert run(tmp_path, "model.0.weight", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [each["kind"] for each in shown] == [each.kind for each in step.report().caused_by("model.0.weight")]
+    first, *others = sorted(path for path in (tmp_path / "step").iterdir() if path.is_dir())
+    assert first.name == "program-0" and others
+    assert run(others[0], "model.0.weight") == 2
+    assert f"is a run of the program in {first}, which has the report of all" in capsys.readouterr().err
 
 
 def test_a_report_of_something_else_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
