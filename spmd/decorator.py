@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from passes import Pass
 
-from .keywords import checks_keywords
+from .interpreter.keywords import checks_keywords
 from .lowering.backends import Backend
 from .modes.base import ParallelMode
 from .modes.data_parallel import DataParallel

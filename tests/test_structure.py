@@ -41,7 +41,7 @@ ORDER = {
     "spmd": """
         version _torch placements
         interpreter/
-        memo unexpected_errors keywords
+        memo unexpected_errors
         failed_ops
         annotations/ ranks/
         call/

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..keywords import checks_keywords
+from ..interpreter.keywords import checks_keywords
 from ..ranks.world import as_mesh
 from .contract import Annotation, Api, note, parameter_names
 from .policies import MixedPrecisionPolicy, OffloadPolicy

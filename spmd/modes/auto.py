@@ -22,7 +22,7 @@ from passes.schedule.node_costs import device_of
 
 from ..annotations.policies import MixedPrecisionPolicy
 from ..interpreter.environment import is_set
-from ..keywords import checks_keywords
+from ..interpreter.keywords import checks_keywords
 from ..partitioner.plan import Plan
 from ..ranks.axis_roles import Axes
 from ..ranks.simulated import simulated

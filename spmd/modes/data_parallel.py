@@ -22,7 +22,7 @@ from ..annotations.apply import check_offload_policy, check_parameters, check_po
 from ..annotations.chosen_units import Choice, chosen_units
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
-from ..keywords import checks_keywords
+from ..interpreter.keywords import checks_keywords
 from ..micro_batches.same_bits import partition_with_same_bits
 from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan

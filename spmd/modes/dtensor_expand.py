@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import Pass, Program, Role
 from passes.ir.program import replicated
 
-from ..keywords import checks_keywords
+from ..interpreter.keywords import checks_keywords
 from ..partitioner.plan import Plan
 from .base import PlannedMode
 from .named_placements import check_placements, parameter_placements, state_placements
