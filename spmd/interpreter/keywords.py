@@ -16,8 +16,8 @@ R = TypeVar("R")
 def checks_keywords(name: str, **others: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function raise ``TypeError`` for a keyword that it does not have, with close ones.
 
-    ``name``: the function as users write it. ``others``: by an option of it, what else has options; a keyword of that
-    is said to go there.
+    ``name``: the function as users write it. ``others``: by an option of it, what it takes whose own options users may
+    pass to it instead.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -49,7 +49,7 @@ def test_the_newest_complete_step_is_loaded(tmp_path: Path) -> None:
 
 def under_a_file(rank: int, world: int, folder: Path) -> list[str]:
     """The errors of what writes to a folder that cannot be made."""
-    file, said, model = folder / "file", [], torch.nn.Linear(2, 2)
+    file, errors, model = folder / "file", [], torch.nn.Linear(2, 2)
     writes: list[Callable[[], Any]] = [
         lambda: spmd.save(file, model=model),
         lambda: spmd.save(file / "below", step=3, model=model),
@@ -60,8 +60,8 @@ def under_a_file(rank: int, world: int, folder: Path) -> list[str]:
     for write in writes:
         with pytest.raises(spmd.SpmdError, match=r"expected a .*folder .*: .*Not a directory") as refused:
             write()
-        said.append(str(refused.value).split(" ")[0])
-    return said
+        errors.append(str(refused.value).split(" ")[0])
+    return errors
 
 
 def test_a_folder_that_cannot_be_made_is_our_error(tmp_path: Path, ranks: Ranks, alone: None) -> None:
