@@ -11,7 +11,7 @@ from .cache.compile_cache import Lookup
 from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.state import submodules_of
-from .capture import Captured, capture, in_rank_zero_order
+from .capture import Captured, capture, in_rank_zero_order, retraced
 from .capture.sizes.any_size import AnySize, capture_any_size
 from .capture.sizes.size_symbols import AS_CALLED, TracedSizes
 from .guards.read_guards import ReadGuards
@@ -137,18 +137,23 @@ class _Tracing:
 
     def trace(self) -> CapturedCall:
         """Trace the step; once more if optimizer state that was made for it has to go, or gradients are state."""
-        call = self.call
+        call, retries = self.call, retraced()
         while True:
             try:
                 found = self._for_sizes()
             except LogsFound as logs:
+                retries.note(f"{path} among its arguments, which is {logs.kind}" for path in logs.paths)
                 self.captures.note_logs(call, logs)
                 continue
-            again = call.end_idle_state(found.captured.program, self.captures.idle)
-            if call.without_gradient - found.captured.cleared_first:
-                again |= call.leave_out_gradients(call.without_gradient & found.captured.cleared_first)
-            if not again:
+            reasons = []
+            if call.end_idle_state(found.captured.program, self.captures.idle):
+                reasons.append("optimizer state that was made for it")
+            read = call.without_gradient - found.captured.cleared_first
+            if read and call.leave_out_gradients(call.without_gradient - read):
+                reasons += [f"the gradient of {name}, which it reads" for name in sorted(read)]
+            if not reasons:
                 return found
+            retries.note(reasons)
 
     def _for_sizes(self) -> CapturedCall:
         """Trace the step for any of the sizes that change from call to call if that can be, else for those it has."""

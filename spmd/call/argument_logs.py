@@ -35,6 +35,11 @@ class LogsFound(Exception):
         super().__init__("logs among the arguments")
         self.paths, self.are_logs = set(paths), are_logs
 
+    @property
+    def kind(self) -> str:
+        """The kind of the containers."""
+        return "a log" if self.are_logs else "no log after all"
+
 
 def with_logs(tree: Any, paths: Collection[LogPath]) -> Any:
     """``(args, kwargs)`` with a ``Log`` in the place of each list or dict at one of ``paths``."""

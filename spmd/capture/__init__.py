@@ -16,7 +16,7 @@ and ``explain_errors.py`` explains why.
 """
 
 from .captured import Captured, FromOutput
-from .make_program import capture
+from .make_program import capture, retraced
 from .rank_zero_order import in_rank_zero_order
 
-__all__ = ["Captured", "FromOutput", "capture", "in_rank_zero_order"]
+__all__ = ["Captured", "FromOutput", "capture", "in_rank_zero_order", "retraced"]

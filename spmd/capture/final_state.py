@@ -5,7 +5,7 @@ Refused here: state that a compiled step could not store, or that it would chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,12 @@ from ..call.tree import flatten
 from ..python_state.effects.carried import Carried
 from ..python_state.effects.containers import ArgumentEntry, logs_among
 from ..python_state.effects.groups import group_changes
-from ..python_state.effects.repeated import Effect, effects_of
+from ..python_state.effects.repeated import Effect, StateMemory, effects_of
 from ..python_state.effects.writes import Write, check_effect, is_output, settle
 from ..python_state.lines import line_naming
 from ..python_state.reads import Change, Lines, Reads, containers_in
 from ..python_state.traced import holds_fakes, holds_traced, is_traced
+from .set_data import is_same_memory
 from .swap_state import StateSwap
 from .unsupported import check_results, with_known_numbers
 
@@ -46,12 +47,22 @@ Entries = Sequence[tuple[ArgumentEntry, Change]]
 class Incomplete(Exception):
     """Trace the step again: it reads and writes Python state that must be inputs (``missing``), or has logs.
 
-    ``logs``: containers that it writes to, which may need a journal. ``read``: those with one that it reads, after all.
+    ``logs``: containers that it writes to, by name, which may need a journal. ``read``: those with one that it reads,
+    after all.
     """
 
-    def __init__(self, missing: Carried, logs: Sequence[Any] = (), read: Mapping[int, Lines] | None = None) -> None:
+    def __init__(
+        self, missing: Carried, logs: Sequence[tuple[str, Any]] = (), read: Mapping[int, Lines] | None = None
+    ) -> None:
         super().__init__("the step carries Python state")
         self.missing, self.logs, self.read = missing, logs, read or {}
+
+    def reasons(self) -> Iterator[str]:
+        """A text for each thing for which the step is traced again."""
+        yield from (f"{site.name}, which it reads and writes" for site in (*self.missing.numbers, *self.missing.sites))
+        yield from (f"{path}.{index}.{key}, which it writes" for path, index, key in sorted(self.missing.counters))
+        yield from (f"entries of {name}, which it writes" for name, _ in self.logs)
+        yield from (f"what it reads at {lines.reads} and writes at {lines.writes}" for lines in self.read.values())
 
 
 @dataclass(frozen=True)
@@ -110,12 +121,12 @@ class FinalState:
 
 def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -> list[Write | Effect]:
     """The writes of each call to Python state, and to containers among its arguments."""
-    if reads.journals.read():
-        raise Incomplete(carried, read=reads.journals.read())
+    _check_unread(reads)
     passed = logs_among(entries) - swap.call.no_logs
     if passed:
         raise LogsFound(passed, are_logs=True)
-    logs = _logs(swap, carried, reads)
+    changes = [*(change for snapshot in swap.attributes for change in snapshot.changes(reads)), *reads.changes]
+    logs = _logs(swap, carried, reads, changes)
     if reads.refused:
         raise CaptureError(
             f"the step reads {reads.refused[0]}, which refers to state of a model from a tuple, set, deque or weak "
@@ -123,11 +134,12 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
             "or dict, or note their names"
         )
     groups, missing = group_changes(swap.groups, carried)
-    changes = [*(change for snapshot in swap.attributes for change in snapshot.changes(reads)), *reads.changes]
-    kept = [change for change in changes if not _is_in(change, logs)]
+    kept = [change for change in changes if not _is_in(change, [each for _, each in logs])]
     in_dicts = reads.journals.changes()
     kept += [change for change in in_dicts if change.after is not change.before]
+    _refuse_moved_logs(changes, reads)
     settled = settle(kept, entries, carried, reads, swap.recorder.source_of)
+    _check_unread(reads)  # of what is nested in what it wrote
     missing |= settled.missing
     missing |= _carried_in(in_dicts, carried)
     if missing or logs:
@@ -136,7 +148,9 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
     effects = effects_of(reads.journals.logged())
     for effect in effects:
         check_effect(effect)
-    writes: list[Write | Effect] = [*settled.writes, *groups, *effects]
+    # Effects are on the containers that are there when a call begins: a write may put another there (self.log = []).
+    writes: list[Write | Effect] = [*effects, *settled.writes, *groups]
+    writes = [_with_state_memory(swap, each) for each in writes]
     _refuse_aliases(swap, writes)
     reads.leave_out(carried.addresses | {change.site.address for change in changes if not change.was_read})
     return writes
@@ -149,12 +163,29 @@ def _carried_in(changes: Sequence[Change], carried: Carried) -> Carried:
     return Carried(tuple(change.site for change in new if change.site not in tensors), tuple(tensors))
 
 
-def _logs(swap: StateSwap, carried: Carried, reads: Reads) -> list[Any]:
-    """The containers that the step writes to, which may have journals in another trace.
+def _refuse_moved_logs(changes: Sequence[Change], reads: Reads) -> None:
+    """Trace without journals for containers that the step puts somewhere else: what they held goes with them."""
+    for change in changes:
+        reads.journals.note_moved(change.after, line_naming(reads.code, change.site.key))
+    _check_unread(reads)
+
+
+def _check_unread(reads: Reads) -> None:
+    """Raise ``Incomplete`` where the step reads what a container with a journal held."""
+    if reads.journals.read():
+        raise Incomplete(Carried(), read=reads.journals.read())
+
+
+def _logs(swap: StateSwap, carried: Carried, reads: Reads, changes: Sequence[Change]) -> list[tuple[str, Any]]:
+    """The containers that the step writes to, each with a name, which may have journals in another trace.
 
     Raises ``CaptureError`` for one that may not, unless a module or optimizer owns it.
     """
-    for each, key in reads.changed_containers:
+    # In the place of one that is an input, the trace has another, which has gone where the step put a new one there.
+    replaced = [each for each in changes if each.after is not each.before and each.site.address in carried.addresses]
+    gone = {id(each) for change in replaced for each in containers_in(change.before)}
+    changed = [(each, key) for each, key in reads.changed_containers if id(each.value) not in gone]
+    for each, key in changed:
         if id(each.value) in reads.held or not reads.journals.can_have(each.value):
             lines = reads.journals.refused.get(id(each.value), Lines())
             line, read = lines.writes or line_naming(reads.code, key), lines.reads
@@ -165,15 +196,34 @@ def _logs(swap: StateSwap, carried: Carried, reads: Reads) -> list[Any]:
                 f"is traced. {'Read its entries by their keys, not in a loop, or return' if by_key else 'Return'} the "
                 "value, and keep it outside of the step, or in an attribute (self.total += loss.detach())"
             )
-    owned = [each.value for snapshot in swap.attributes for each in snapshot.written()]
+    owned = [(snapshot.name, each.value) for snapshot in swap.attributes for each in snapshot.written()]
     inputs = {id(each) for site in carried.sites for each in containers_in(site.get())}
-    owned = [each for each in owned if reads.journals.can_have(each) and id(each) not in inputs]
-    return [*(each.value for each, _ in reads.changed_containers), *owned]
+    owned = [(name, each) for name, each in owned if reads.journals.can_have(each) and id(each) not in inputs]
+    return [*((each.name, each.value) for each, _ in changed), *owned]
 
 
 def _is_in(change: Change, logs: list[Any]) -> bool:
-    """Whether all that a change changes is entries of ``logs``, as far as is known before they have journals."""
-    return change.after is change.before and any(each is log for each in containers_in(change.after) for log in logs)
+    """Whether a change is of entries of ``logs``, or takes one away, as far as is known before they have journals."""
+    if change.after is not change.before:
+        return any(change.before is log for log in logs)
+    return any(each is log for each in containers_in(change.after) for log in logs)
+
+
+def _with_state_memory(swap: StateSwap, write: Write | Effect) -> Write | Effect:
+    """The write, where a container that the step does not read gets all of a tensor's memory, as by ``p.data = kept``.
+
+    Each call puts the live memory there, which costs nothing.
+    """
+    if not isinstance(write, Effect) or not write.is_kept:
+        return write
+    held = [(slot.input.name, fake) for slot, fake in swap.pairs if slot.input.role in ("parameter", "buffer")]
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not is_output(leaf) or leaf.requires_grad:
+            return leaf
+        return next((StateMemory(name) for name, fake in held if is_same_memory(leaf, fake)), leaf)
+
+    return replace(write, leaves=list(map(moved, write.leaves)))
 
 
 def _refuse_aliases(swap: StateSwap, writes: Sequence[Write | Effect]) -> None:

@@ -25,6 +25,7 @@ from ..call.call import Call
 from ..call.dynamic_dims import with_sizes
 from ..python_state.effects.carried import Carried
 from ..python_state.reads import Journals, Lines, Reads
+from ..python_state.retries import Retries
 from .bind_outputs import bind_outputs
 from .captured import Captured
 from .constraint import constraints_on
@@ -148,7 +149,7 @@ def _traced(
     (``module.train(self.calls < 3)``), their values take their places, but where ``takes_values`` says that it is of
     no use.
     """
-    lifts_anywhere, fixes_carried, fixed = False, False, set[int]()
+    lifts_anywhere, fixes_carried, fixed, retries = False, False, set[int](), retraced()
     passed = {id(leaf.value.container): leaf.value for leaf in call.given.leaves if isinstance(leaf.value, Log)}
     logs, refused = [*(log.container for log in passed.values()), *carried.containers()], dict[int, Lines]()
     while True:
@@ -161,14 +162,17 @@ def _traced(
         except LogsFound:
             raise
         except Incomplete as error:
+            retries.note(error.reasons())
             carried = (carried | error.missing).with_names_unlike(_names(call))
-            logs += error.logs
+            logs += [each for _, each in error.logs]
             refused |= error.read
             _check_logs(passed, refused)
         except Exception as error:
             if asked := trace.branched_on(error) - fixed:
+                retries.note(f"the value of number {k} that it takes out of state" for k in sorted(asked))
                 fixed |= asked
             elif reads.journals.by_id:  # it may be one of C code that reads a container of which it sees nothing
+                retries.note(f"{error}" for _ in reads.journals.by_id)
                 refused |= reads.journals.all()
                 _check_logs(passed, refused)
             elif not lifts_anywhere and is_from_outside(error):
@@ -177,6 +181,12 @@ def _traced(
                 raise
             else:
                 fixes_carried = True
+
+
+def retraced() -> Retries:
+    """The times that a step is traced once more."""
+    advice = "Keep in local variables what it needs within one call alone, and the rest in containers that stay"
+    return Retries("the step is traced", advice, CaptureError)
 
 
 def _check_logs(passed: Mapping[int, Log], refused: Collection[int]) -> None:

@@ -60,7 +60,7 @@ class SetDataCopies(TorchFunctionMode):
             return
         new = self.current(new)
         self._check(tensor, new)
-        if _is_same(tensor, new):
+        if is_same_memory(tensor, new):
             return
         self._keep_for(self._sharing(tensor, new))
         self._write(tensor, new)
@@ -75,7 +75,11 @@ class SetDataCopies(TorchFunctionMode):
     def _put_back(self, tensor: torch.Tensor, new: torch.Tensor) -> bool:
         """Give a tensor the memory that it had before, if ``new`` has it: all that share it do so again."""
         kept = self._before.values()
-        had = (each for each in kept if _is_same(each[0], tensor) and (new is each[0] or _is_same(new, each[1])))
+        had = (
+            each
+            for each in kept
+            if is_same_memory(each[0], tensor) and (new is each[0] or is_same_memory(new, each[1]))
+        )
         _, values, memory = next(had, (None, None, 0))
         if values is None:
             return False
@@ -118,7 +122,7 @@ class SetDataCopies(TorchFunctionMode):
             each for each in self._targets if value is each[0] or its == storage_id(each[0]) != storage_id(each[1])
         ]
         for new, tensor, _ in sharing:
-            if (value is new or _is_same(value, new)) and not value.requires_grad:
+            if (value is new or is_same_memory(value, new)) and not value.requires_grad:
                 return tensor.detach().view(value.shape)
         if any(version_of(tensor) != version for _, tensor, version in sharing):
             raise Refused(
@@ -161,7 +165,7 @@ class SetDataCopies(TorchFunctionMode):
             )
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same elements of the same memory, in one order."""
     if (storage_id(one), one.storage_offset()) != (storage_id(other), other.storage_offset()):
         return False

@@ -32,4 +32,5 @@ There is one way to undo: each watch is a context, of the trace (``capture/trace
 - ``reads/``: each read of an attribute, global, closure variable or container during the trace, by site
 - ``effects/``: each write, undone after the trace; carried as input and output of the program, or repeated by its calls
 - ``lines.py``, ``traced.py``: the user's line that names a value; whether an object holds a value of the trace
+- ``retries.py``: the end of a trace that would be repeated for ever
 """

@@ -200,7 +200,7 @@ class Compiled:
             if running.contiguous[k] is not running.given[k]:
                 running.given[k].copy_(running.contiguous[k])
         self._results.write_state(returned, arguments, tensors)
-        self._results.write_python_state(returned, shown, arguments)
+        self._results.write_python_state(returned, shown, arguments, tensors)
         commit.finish()
         self._note_end(tensors)
         return self.captured.result(shown)

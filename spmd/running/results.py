@@ -13,6 +13,7 @@ from passes.ir.program import is_pending, is_sharded
 
 from ..call.state import Arguments
 from ..capture import Captured, FromOutput
+from ..python_state.effects.repeated import StateMemory
 from ..python_state.reads import ReadSite
 from ..state.distribute import as_dtensor
 
@@ -53,10 +54,17 @@ class Results:
         for name, value in captured.requires_grad.items():
             live[name].requires_grad_(value)
 
-    def write_python_state(self, returned: list[Any], shown: list[Any], arguments: Arguments) -> None:
+    def write_python_state(
+        self, returned: list[Any], shown: list[Any], arguments: Arguments, tensors: list[torch.Tensor]
+    ) -> None:
         """Repeat what the step did to attributes, globals, parameter groups and logs, which get what is ``shown``."""
+        if not self._captured.writes:
+            return
+        live = dict(zip(self._names, tensors, strict=True))
 
         def current(leaf: Any, is_state: bool) -> Any:
+            if isinstance(leaf, StateMemory):
+                return live[leaf.name].detach()
             values = returned if is_state else shown
             value = values[leaf.index] if isinstance(leaf, FromOutput) else leaf
             if not isinstance(leaf, FromOutput) or not isinstance(value, torch.Tensor) or not is_state:

@@ -10,14 +10,14 @@ from torch import fx
 
 from passes import Input, Output, Program
 
-from ...python_state.effects.repeated import Effect
+from ...python_state.effects.repeated import Effect, StateMemory
 from ...python_state.effects.writes import Write
 from ..captured import Captured, FromOutput
 from .specialize import is_whole_slice
 
 _KINDS: dict[type, type] = {torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool}
 _KINDS |= {kind: kind for kind in (float, int, bool)}
-_PLAIN = (FromOutput, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLAIN = (FromOutput, StateMemory, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def captured_the_same(one: Captured, other: Captured) -> bool:

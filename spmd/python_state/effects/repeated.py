@@ -34,6 +34,13 @@ class ArgumentLog:
         return next(leaf.value.container for leaf in arguments.leaves if leaf.name == self.name)
 
 
+@dataclass(frozen=True)
+class StateMemory:
+    """A leaf that is the memory of a state tensor, by its name: what a person keeps changes with it, as in eager."""
+
+    name: str
+
+
 @dataclass(frozen=True, eq=False)
 class Effect:
     """A method that each call calls on a live container. ``leaves``: of its arguments, as those of a ``Write``."""
@@ -49,6 +56,11 @@ class Effect:
     def name(self) -> str:
         """The name of the container in the user's words."""
         return self.target.name
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it writes to a container of the user's that is no argument."""
+        return isinstance(self.target, Reference) and self.target is not _PRINT
 
     def names(self) -> list[str]:
         """A name for each leaf."""

@@ -110,7 +110,8 @@ def settle(
     for change in changes:
         change = replace(change, site=known.get(change.site.address, change.site))
         explained = _Explained(change, reads, source_of)
-        if change.was_read and change.site.address not in known:
+        is_log = id(change.before) in reads.journals.by_id  # of which it read nothing, or entries by themselves
+        if change.was_read and not is_log and change.site.address not in known:
             more = _to_carry(change, explained)
             if more:
                 settled.missing |= more

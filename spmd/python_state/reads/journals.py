@@ -215,6 +215,11 @@ class Journals:
         ]
         return {key: self.by_id[key].lines for key in twice} | found
 
+    def note_moved(self, value: Any, line: str) -> None:
+        """Take a container for read that the step puts somewhere else at ``line``: what it held goes with it."""
+        if isinstance(value, Recording):
+            value._journal.read(line)
+
     def all(self) -> dict[int, Lines]:
         """All containers that have a journal, by id."""
         return {key: journal.lines for key, journal in self.by_id.items()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._torch import tree_flatten
@@ -70,11 +70,12 @@ class Reads(RecordedReads):
         changed = [each for each in self.containers.values() if not each.owned and each.changed()]
         holders = {id(site.get()): site.key for site in [*self.sites.values()]}
         self.changed_containers = [(each, holders.get(id(each.value), "")) for each in changed]
-        self.changes = list(changes.values())
-        for change in self.changes:
+        for change in changes.values():
             change.site.put(change.before)
         for container in changed:
             container.restore()
+        # What the step itself put in a container is none of what that held.
+        self.changes = [replace(each, held=tree_flatten(each.before)[0]) for each in changes.values()]
 
     def _change(self, site: ReadSite, before: Any, now: Any) -> Change:
-        return Change(site, before, now, self.was_read(site, before), tree_flatten(before)[0])
+        return Change(site, before, now, self.was_read(site, before), [])
