@@ -511,6 +511,10 @@ def takes_state_hooks(owner: Any) -> bool:
     return isinstance(owner, torch.nn.Module) or hasattr(owner, "_optimizer_state_dict_pre_hooks")
 
 
+# The method of a module by which all conversions go (``to``, ``double``, ``cuda``); seen in 2.11 to 2.15.
+CONVERSION = "_apply"
+
+
 def has_own_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory to compare: sparse ones and those in ``torch.func`` have none. 2.11 to 2.15."""
     return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

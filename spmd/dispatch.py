@@ -113,14 +113,19 @@ class Dispatch:
         except ProgramsDifferError as error:
             if not error.can_compile:
                 raise
-            self._finish_pending(turn, None)  # also where this rank would have run it within the call
+            finished = self._finish_pending(turn, None)  # also where this rank would have run it within the call
             if not self._cut_rows(turn, given):
-                raise self._with_shapes(error, turn) from None
+                if not finished:
+                    raise self._with_shapes(error, turn) from None
+                self._fit_again(turn, given)  # ranks may differ in nothing else
         else:
             self._finish_pending(turn, turn.compiled)
             if turn.compiled or not self._cut_rows(turn, given):
                 return
-        self._agree(turn)
+        try:
+            self._agree(turn)
+        except ProgramsDifferError as error:
+            raise (self._with_shapes(error, turn) if error.can_compile else error) from None
 
     def _pending(self, turn: Turn) -> list[DeferredProgram]:
         """The programs that have an update of state of this call pending."""
@@ -129,15 +134,18 @@ class Dispatch:
         found = pending.pending_on([*given.modules.values(), *given.optimizers.values()])
         return [each for each in found if isinstance(each, DeferredProgram)]
 
-    def _finish_pending(self, turn: Turn, steady: Compiled | None) -> None:
-        """Finish the updates of state of this call that are pending, but for that of ``steady``; all ranks do."""
-        for each in self._pending(turn):
-            if each is steady:
-                continue
+    def _finish_pending(self, turn: Turn, steady: Compiled | None) -> bool:
+        """Finish the updates of state of this call that are pending, but for that of ``steady``; all ranks do.
+
+        Returns whether there were any.
+        """
+        found = [each for each in self._pending(turn) if each is not steady]
+        for each in found:
             if each.connection is turn.connection:
                 each.run_pending()
             else:
                 each.finish_pending()
+        return bool(found)
 
     def _with_shapes(self, error: ProgramsDifferError, turn: Turn) -> ProgramsDifferError:
         """The error, with what to do where the ranks brought tensors of different shapes. All ranks call this."""
@@ -207,10 +215,15 @@ class Dispatch:
             if turn.rows is None:
                 return False
             given = turn.rows.cut(given, partial(connection.exchange, what=f"the rows of {self.name}"))
-        connection.is_in_call = False  # until all agree again
+        self._fit_again(turn, given)
+        return True
+
+    def _fit_again(self, turn: Turn, given: Arguments) -> None:
+        """Find the program anew, for arguments or state that have changed since; then all agree again."""
+        if turn.connection is not None:
+            turn.connection.is_in_call = False
         with self._reporting_failure():
             self.fit(turn, given)
-        return True
 
     def _splits(self, given: Arguments, call: Call) -> dict[str, Split]:
         """How the arguments are split, found once for arguments of the same names and numbers of dims."""
@@ -288,8 +301,13 @@ class Dispatch:
         if turn.compiled is not None:
             assert turn.live is not None, "a program fits a call that was read"
             values = turn.compiled.describe_values(turn.call.given, turn.live)
-            before = ["finishes the update of the call before"] if turn.compiled.has_pending else []
-            return [*lines, *before, *values, f"runs {turn.compiled.program.name}", describe_seed()]
+            return [
+                *lines,
+                *turn.compiled.describe_pending(turn.live),
+                *values,
+                f"runs {turn.compiled.program.name}",
+                describe_seed(),
+            ]
         return [*lines, f"has to compile because of {self.programs.reason_to_compile(turn.call)}"]
 
     @contextmanager

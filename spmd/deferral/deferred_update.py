@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,29 +16,43 @@ import torch
 from passes import Program
 from passes.ir.bundle import Bundle
 
-from .._torch import version_of
+from .._torch import local_tensor, version_of
 from ..call.state import Arguments
 from ..lowering.arenas import Arenas
 from ..lowering.codegen import Compiles
 from ..lowering.run_bundle import BundleExecutable
 from ..state.commit import Commit
+from ..state.flat_storage import address_of
 
 
 @dataclass
 class PendingUpdate:
     """The state ``tensors`` and the ``owners`` of a call whose update is pending.
 
-    ``versions``: how often each of ``written``, which the update writes to, had been written to when the call ended.
+    ``memory``: views of this rank's part of each tensor where it lay when the call ended. The update is of that memory,
+    whatever has taken its place since. ``versions``: how often each of ``written``, which the update writes to, had
+    been written to by then.
     """
 
     tensors: list[torch.Tensor]
     owners: list[Any]
+    memory: list[torch.Tensor] = field(default_factory=list)
     written: dict[str, torch.Tensor] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
 
     def watch(self, written: dict[str, torch.Tensor]) -> None:
-        """Note how these tensors stand."""
+        """Note where the state lies, and how often these tensors were written to."""
         self.written, self.versions = written, _versions(written)
+        if not self.memory:
+            with torch.no_grad():
+                self.memory = [each.detach() for each in map(local_tensor, self.tensors)]
+
+    def replaced(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The positions at which the state of a call is another tensor, or the same one with other memory."""
+        where = map(address_of, map(local_tensor, tensors))
+        if all(map(is_, tensors, self.tensors)) and list(where) == list(map(address_of, self.memory)):
+            return []
+        return [k for k, pair in enumerate(zip(tensors, self.tensors, self.memory, strict=True)) if _differ(*pair)]
 
     def changed(self) -> list[str]:
         """The tensors that were written to since then."""
@@ -67,13 +82,14 @@ class DeferredUpdate:
         owners = [*arguments.modules.values(), *arguments.optimizers.values()]
 
         def run(inputs: Sequence[Any]) -> list[Any]:
+            memory = [] if self.pending is None else self.pending.memory  # where the state still lies
             name, self.pending = "first" if self.pending is None else "steady", None
             if name == "steady":
                 self.is_lost = True  # unless it goes well
                 self._commit.skip_barrier()
             self.last = self.bundle.programs[name]
             returned = self._executable.run(name, lambda _: inputs)
-            self.is_lost, self.pending = False, PendingUpdate(tensors, owners)
+            self.is_lost, self.pending = False, PendingUpdate(tensors, owners, memory)
             return returned
 
         return run
@@ -94,6 +110,10 @@ class DeferredUpdate:
         """Drop what is pending, all references to state, and the generated code."""
         self.pending = None
         self._executable.close()
+
+
+def _differ(tensor: torch.Tensor, other: torch.Tensor, memory: torch.Tensor) -> bool:
+    return tensor is not other or address_of(local_tensor(tensor)) != address_of(memory)
 
 
 def _versions(tensors: dict[str, torch.Tensor]) -> list[int]:

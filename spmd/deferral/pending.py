@@ -1,9 +1,11 @@
 """Whatever looks at state from outside of compiled steps finishes the updates that these have deferred.
 
 While an update is pending, hooks on its modules and optimizers finish it before a state dict is made or loaded, before
-a forward or an optimizer's step outside of compiled steps, before a module is copied or pickled, and before values of
-split tensors are read. ``spmd.save`` and the like call ``finish_pending``, and so does the end of the process. To
-finish an update takes all its ranks.
+a forward or an optimizer's step outside of compiled steps, before a module or an optimizer is copied or pickled, before
+a module is converted (``to``, ``double``) or initialised (``apply``), and before values of split tensors are read or
+assigned. ``spmd.save`` and the like call ``finish_pending``, and so does the end of the process. To finish an update
+takes all its ranks. What takes the place of state without a hook (``p.data = ...``, an entry of optimizer state) is
+found by the next call, and the update is of the memory that the state had (``PendingUpdate.memory``).
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .._torch import takes_state_hooks
+from .._torch import CONVERSION, takes_state_hooks
 from ..interpreter.source_lines import warn_user
 from ..state.split_tensor import SplitTensor
 
 # One call after the other, of all steps: they share connections with the other ranks, and programs share memory.
 calling = threading.RLock()
 
-_GETSTATE = "__getstate__"
+_METHODS = {"module": ("__getstate__", CONVERSION, "apply"), "optimizer": ("__getstate__",)}  # they look at state
 
 
 class Finisher(Protocol):
@@ -88,14 +90,16 @@ class Hooks:
         self._modules = {id(m): m for each in owners if isinstance(each, nn.Module) for m in each.modules()}
         self._optimizers = [each for each in owners if isinstance(each, Optimizer)]
         self._handles: dict[str, list[Any]] = {"forward": [], "step": [], "state": []}
+        self._methods: list[_Method] = []
         self._running = ""  # the kind of the hook that torch is in
         self.watch_calls()
         watched: list[Any] = [*self._modules.values(), *self._optimizers]
         for each in filter(takes_state_hooks, watched):
             self._handles["state"].append(each.register_state_dict_pre_hook(self._before_state))
             self._handles["state"].append(each.register_load_state_dict_pre_hook(self._before_state))
-        for module in self._modules.values():
-            vars(module)[_GETSTATE] = _CopiedState(module, self)
+        for owner in watched:
+            names = _METHODS["module" if isinstance(owner, nn.Module) else "optimizer"]
+            self._methods += [_Method(owner, name, self) for name in names if name not in vars(owner)]
 
     def watch_calls(self) -> None:
         """Finish the update before a forward, and before a step of an optimizer."""
@@ -110,8 +114,8 @@ class Hooks:
 
     def remove(self) -> None:
         """Leave nothing behind, but what torch is just going through: that goes with the next compiled call."""
-        for module in self._modules.values():
-            vars(module).pop(_GETSTATE, None)
+        while self._methods:
+            self._methods.pop().remove()
         for kind, handles in self._handles.items():
             while handles and kind != self._running:
                 handles.pop().remove()
@@ -137,16 +141,22 @@ class Hooks:
         self._finish("state")
 
 
-class _CopiedState:
-    """A module's ``__getstate__`` for ``copy`` and ``pickle``: finishes the update, then calls that of the class."""
+class _Method:
+    """A method of a module or optimizer that finishes the update, then calls that of the class."""
 
-    def __init__(self, module: nn.Module, hooks: Hooks) -> None:
-        self._module, self._hooks = module, hooks
+    def __init__(self, owner: Any, name: str, hooks: Hooks) -> None:
+        self._owner, self._name, self._hooks = owner, name, hooks
+        vars(owner)[name] = self
 
-    def __call__(self) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._hooks.finisher.finish_pending()
-        vars(self._module).pop(_GETSTATE, None)
-        return self._module.__getstate__()
+        self.remove()
+        return getattr(self._owner, self._name)(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Leave the method of the class."""
+        if vars(self._owner).get(self._name) is self:
+            del vars(self._owner)[self._name]
 
 
 def remove_stale() -> None:

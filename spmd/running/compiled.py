@@ -73,10 +73,9 @@ class Compiled:
         """Made when it is first asked for: the simulation of a step takes a twentieth of a compile."""
         return self.make_report()
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether the update of its last call is left to do."""
-        return False
+    def describe_pending(self, live: Live) -> list[str]:
+        """A line for what a call with this state finishes of the one before, if there is anything."""
+        return []
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -18,7 +18,7 @@ from .compiled import Compiled, Execute, Restore
 from .equal_inputs import intent_of
 from .inputs import Running
 
-_IS_PENDING = 1 << 59
+_IS_PENDING, _IS_REPLACED = 1 << 59, 1 << 58
 
 
 @dataclass(kw_only=True)
@@ -65,8 +65,27 @@ class DeferredProgram(Compiled):
         pending.remove(self)
 
     def intent(self, arguments: Arguments, live: Live, edits: int) -> int:
-        """The number that ranks compare before a call; an update that is pending is part of it."""
-        return super().intent(arguments, live, edits ^ (_IS_PENDING if self.has_pending else 0))
+        """The number that ranks compare before a call; an update that is pending is part of it, and when it is done."""
+        pending = _IS_PENDING if self.has_pending else 0
+        return super().intent(arguments, live, edits ^ pending ^ (_IS_REPLACED if self._replaced(live) else 0))
+
+    def describe_pending(self, live: Live) -> list[str]:
+        """A line for the update that a call with this state finishes, if one is pending."""
+        replaced = self._replaced(live)
+        before = f", for {self.guards.layout.names[replaced[0]]} has been replaced since" if replaced else ""
+        return [f"finishes the update of the call before{before}"] if self.has_pending else []
+
+    def _replaced(self, live: Live) -> list[int]:
+        return self.deferred.pending.replaced(live.tensors) if self.deferred.pending is not None else []
+
+    def run(
+        self, arguments: Arguments, live: Live, restore: Restore | None = None, execute: Execute | None = None
+    ) -> Any:
+        """One call. What is pending is of the state of the call before: it is done first where other state came in."""
+        if self._replaced(live):
+            self.run_pending()
+            self.executable.commit.start(self.connection)
+        return super().run(arguments, live, restore, execute)
 
     def _execute(self, running: Running, live: Live, restore: Restore | None, execute: Execute) -> Any:
         """Run one call, which leaves its update pending. If it fails, what was pending is lost, or done in part."""
@@ -128,10 +147,10 @@ class DeferredProgram(Compiled):
     def run_pending(self) -> None:
         """Run the update that the last call has left; all its ranks have come to do so."""
         assert self.deferred.pending is not None, "an update is pending"
-        commit, tensors = self.executable.commit, self.deferred.pending.tensors
+        commit, tensors, memory = self.executable.commit, self.deferred.pending.tensors, self.deferred.pending.memory
         commit.start(self.connection)
         try:
-            self.deferred.finish(self.inputs.of_state(tensors))
+            self.deferred.finish(self.inputs.of_state(memory))
             self.inputs.leave()
             commit.finish()
             self.edits.note(tensors)

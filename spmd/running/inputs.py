@@ -93,12 +93,11 @@ class Inputs:
         constants = {f"constant.{k}": each for k, each in enumerate(self._captured.constants)}
         return named | self._added | constants | {"seed": 1}
 
-    def of_state(self, tensors: list[torch.Tensor]) -> list[Any]:
+    def of_state(self, state: list[torch.Tensor]) -> list[Any]:
         """The inputs as far as they are at the same place at each call, and None for all others; ends with ``leave``.
 
-        ``tensors``: the live state of the last call.
+        ``state``: this rank's storages of the live state of the last call.
         """
-        state = self._guards.layout.locals(tensors)
         values: list[Any] = [*state, *self._flats.enter(state)]
         values += [None] * (len(self._guards.groups.names) + len(self.names))
         values += [*self._added.values(), *self._captured.constants, None, None]

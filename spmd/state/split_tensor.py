@@ -83,7 +83,7 @@ class SplitTensor(DTensor):
     """A part of a state tensor, of which the other ranks have the others. It has the whole tensor's shape."""
 
     __slots__ = ()
-    before_read: ClassVar[list[Callable[[], None]]] = []  # what is called before values are read outside of steps
+    before_read: ClassVar[list[Callable[[], None]]] = []  # called before values are read or assigned outside of steps
 
     @classmethod
     def __torch_function__(
@@ -93,7 +93,9 @@ class SplitTensor(DTensor):
         with DisableTorchFunctionSubclass():
             if not _looks.own and func == _SET_DATA and isinstance(args[0], DTensor):
                 with own_looks():
-                    return _assign(*args)
+                    for call in cls.before_read:
+                        call()
+                    return _replace(*args)
             if func in (Tensor.detach, Tensor.clone, _GET_DATA) and is_on_stages(args[0]):
                 return _with_local(args[0], func(local_tensor(args[0]), **kwargs))
             if _looks.own or getattr(func, "__name__", "") in _FACTS:
@@ -334,6 +336,13 @@ def _write_through(tensor: Any, name: str, write: Callable[[Tensor], Any]) -> No
         _write_part(tensor, view)
 
     _write_through(source, name, through)
+
+
+def _replace(live: DTensor, value: Tensor) -> DTensor:
+    """Give ``live`` other memory, with this value: what was read by ``live.data`` before keeps what it has."""
+    local = local_tensor(live)
+    local.data = local.clone()
+    return _assign(live, value)
 
 
 def _assign(live: DTensor, value: Tensor) -> DTensor:

@@ -100,7 +100,7 @@ class Training:
         return {name: _plain(p).clone() for name, p in self.model.named_parameters()}
 
     def is_pending(self) -> bool:
-        return any(compiled.has_pending for compiled in self.step._dispatch.programs.all)
+        return any(compiled.has_pending for compiled in self.step._dispatch.programs.deferred())
 
     def unequal(self, world: int, result: Any) -> list[str]:
         """What differs from the plain step after as many calls; the update is no longer pending."""

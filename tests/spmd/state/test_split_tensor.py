@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import spmd
 from tests.harness.cases import mlp
+from tests.harness.messages import messages
 from tests.harness.pool import Ranks
 
 READS: dict[str, Callable[[Tensor], Any]] = {
@@ -136,9 +137,31 @@ def test_what_is_read_is_the_plain_models_or_refused(ranks: Ranks, name: str) ->
 
 def read_while_pending(rank: int, world: int) -> list[float]:
     mode = spmd.DataParallel("fully_shard", defer_updates=True)
-    model, _ = trained(spmd.compile(clearing_step, parallel_mode=mode), batch().chunk(world)[rank], calls=3)
-    averages = [torch.zeros(p.shape, dtype=p.dtype).lerp_(p.detach(), 0.5) for p in model.parameters()]
-    return [float(average.norm()) for average in averages]
+    with messages(rank):  # through shared memory nothing would be pending
+        model, _ = trained(spmd.compile(clearing_step, parallel_mode=mode), batch().chunk(world)[rank], calls=3)
+        averages = [torch.zeros(p.shape, dtype=p.dtype).lerp_(p.detach(), 0.5) for p in model.parameters()]
+        return [float(average.norm()) for average in averages]
+
+
+def data_for_a_while(run: Callable[..., Any], x: Tensor) -> list[float]:
+    """What is read by ``.data`` stays when other data is put there, and can be put back."""
+    model, _ = trained(run, x)
+    kept, norms = [p.data for p in model.parameters()], list[float]()
+    for p in model.parameters():
+        p.data = torch.ones(p.shape, dtype=p.dtype)
+    norms += [float(p.norm()) for p in model.parameters()]
+    for p, data in zip(model.parameters(), kept, strict=True):
+        p.data = data
+    return norms + [float(p.norm()) for p in model.parameters()]
+
+
+def data_of_split_state(rank: int, world: int) -> list[float]:
+    return data_for_a_while(spmd.compile(step, parallel_mode="fully_shard"), batch().chunk(world)[rank])
+
+
+def test_data_that_was_read_can_be_put_back(ranks: Ranks) -> None:
+    for found in ranks.run(2, data_of_split_state):
+        assert found == pytest.approx(data_for_a_while(step, batch()), rel=1e-9)
 
 
 def test_an_update_that_is_pending_is_finished_before_a_read(ranks: Ranks) -> None:
