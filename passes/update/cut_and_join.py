@@ -62,7 +62,7 @@ def cut(program: Program) -> Halves | str:
     if made:
         return f"it makes {made[0].name}, which the next call is compiled for"
     _check_results(program, late)
-    end = late | _before_late(program, late)
+    end = _without_parts(late | _before_late(program, late))
     if not any(is_wait(node) and node.args[0] not in end for node in end):
         return "all gradients are reduced through shared memory, or one after the other, and nothing would be in flight"
     return _Cutter(program, end).halves()
@@ -121,6 +121,13 @@ def _before_late(program: Program, late: set[fx.Node]) -> set[fx.Node]:
         if node in arrives and node not in late | results and not is_collective(node) and read and all(read):
             found.add(node)
     return found
+
+
+def _without_parts(end: set[fx.Node]) -> set[fx.Node]:
+    """``end`` without the items of what the start computes: tensors are handed on, and not tuples of them."""
+    starts = (node.target is operator.getitem and node.args[0] not in end for node in end)
+    items = {node for node, is_item in zip(end, starts, strict=True) if is_item}
+    return _without_parts(end - items) if items else end
 
 
 def _is_message(program: Program, wait: fx.Node, state: set[fx.Node]) -> bool:

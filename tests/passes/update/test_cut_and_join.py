@@ -84,6 +84,21 @@ def test_an_argument_that_the_update_reads_is_copied() -> None:
     assert values["pending.all_reduce"].target is not aten.clone.default
 
 
+def test_an_item_of_several_results_is_handed_on_and_not_all_of_them() -> None:
+    """As the gradient of an expert, which no other rank has a part in, beside that of its input."""
+
+    def step(w: Any, v: Any, x: Any, lr: Any) -> Any:
+        values, places = aten.sort.default(aten.mm.default(x, v))
+        first = all_reduce(aten.index.Tensor(x, [places]).sum(0))
+        loss = all_reduce(aten.sum.default(x))
+        return loss, aten.sub.Tensor(w, aten.mul.Tensor(first, lr)), aten.sub.Tensor(v, aten.mul.Tensor(values, lr))
+
+    halves = halves_of(made(step))
+    handed_on = [each for each in halves.start.outputs if each.kind is OutputKind.PENDING]
+    assert [each.dtype for each in handed_on] == [torch.float64] * 2
+    assert all(isinstance(node.meta["val"], torch.Tensor) for node in halves.start.output_values()[-2:])
+
+
 def test_what_shows_the_update_is_refused() -> None:
     def returns_its_new_value(w: Any, v: Any, x: Any, lr: Any) -> Any:
         _, new, other = two_layers(w, v, x, lr)
