@@ -174,7 +174,9 @@ def _var_mean(
     dims = list(range(x.ndim)) if dim is None or dim == [] else [d % max(x.ndim, 1) for d in _as_list(dim)]
     count = math.prod(x.shape[d] for d in dims)
     mean = _mean(x, dims, True)
-    squares = aten.sum.dim_IntList((x - mean).square(), dims, keepdim)
+    away = x - mean
+    square = torch.view_as_real(away).square().sum(-1) if x.dtype.is_complex else away.square()
+    squares = aten.sum.dim_IntList(square, dims, keepdim)
     variance = squares / max(count - (1 if correction is None else correction), 0)
     return variance, mean if keepdim else mean.reshape(variance.shape)
 
@@ -182,8 +184,9 @@ def _var_mean(
 def _vector_norm(
     x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """A sum of powers or a maximum, to which every rank contributes; then the root."""
-    target = dtype or x.dtype
+    """A sum of powers or a maximum, to which every rank contributes; then the root. Real, also of complex numbers."""
+    x = x.to(dtype or x.dtype).abs() if x.dtype.is_complex else x
+    target = x.dtype if dtype is None or dtype.is_complex else dtype
     inner = torch.float32 if target in _HALF else target
     dims = list(range(x.ndim)) if dim is None else [d % max(x.ndim, 1) for d in _as_list(dim)]
     if ord in (math.inf, -math.inf):

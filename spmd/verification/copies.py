@@ -162,9 +162,9 @@ def _double(tensor: Tensor) -> Tensor:
 
 
 def has_single_precision(subject: Subject) -> bool:
-    """Whether some parameter is of float32."""
+    """Whether some parameter is of float32, or complex of two."""
     given = with_found(subject.function, subject.read(subject.args, subject.kwargs))
-    return any(each.tensor.dtype is torch.float32 for each in parameters_of(given.modules))
+    return any(each.tensor.dtype in (torch.float32, torch.complex64) for each in parameters_of(given.modules))
 
 
 def on_copies(options: Options, mode: ParallelMode, in_double: bool) -> Options:
