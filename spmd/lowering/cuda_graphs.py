@@ -48,7 +48,7 @@ def why_not_captured(program: Program) -> str:
     if any(each.role is Role.SEED and not each.numbers for each in program.inputs):
         return "an op draws with a kernel of its own, whose seed is a number of the host"
     if any(each.role is Role.RUN for each in program.inputs):
-        return "each run of a micro-batch draws by its own number"
+        return "each run of a micro-batch takes its own number, by which it draws or cuts rows"
     if _writes_to_arguments(program):
         return "it writes to an argument of the call"
     if found := [node for node in calls if _is_on_host(node)]:

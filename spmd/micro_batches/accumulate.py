@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -15,7 +14,6 @@ from torch.distributed.tensor import Replicate, Shard
 from passes import Input, Kind, Output, OutputKind, PartitionError, Program, Role
 from passes.ir.collectives import group_of, is_collective, kind_of, reduction_of
 from passes.ir.edit import add_input, insert_before
-from passes.runtime.random import draw
 
 from ..placements import chunk, splits
 from .lines import described
@@ -24,7 +22,6 @@ aten = torch.ops.aten
 
 TIME = "micro-batches"
 """The name of the axis, and of its group, in which nothing communicates."""
-RUN = "micro-batch"  # the input that says which one runs
 
 
 def sums_in_time(program: Program) -> list[fx.Node]:
@@ -66,52 +63,6 @@ def check_sums(program: Program, sums: set[fx.Node]) -> None:
             )
         if not accumulators.isdisjoint(read) or (read and reduces) or (len(read) == 1 and read[0] in sums):
             sums.add(node)
-
-
-def add_run(program: Program) -> None:
-    """The input that says which micro-batch runs, where some op draws."""
-    if program.draws:
-        add_input(program, Input(Role.RUN, RUN), 0)
-
-
-def follow_the_run(program: Program, second: Program) -> None:
-    """Let the draws whose rows are others in each micro-batch begin there; all else must be equal."""
-    run = next(
-        (node for each, node in zip(program.inputs, program.placeholders, strict=True) if each.name == RUN), None
-    )
-    other = {}
-    nodes = [node for node in program.graph.nodes if node is not run]
-    for node, its in zip(nodes, second.graph.nodes, strict=False):
-        other[node] = its
-        moved = node.target is draw and its.target is draw and node.args[3] != its.args[3]
-        here = (node.args[:3], *node.args[4:]) if moved else node.args
-        there = (its.args[:3], *its.args[4:]) if moved else its.args
-        if node.op != its.op or node.target != its.target or _mapped((here, node.kwargs), other) != (there, its.kwargs):
-            raise PartitionError(
-                f"{described(node)} computes with the position of a micro-batch in the batch, which micro_batches "
-                "does not support: compute it before the step, and pass it as an argument with rows of the batch"
-            )
-        if moved:
-            assert run is not None, "the program draws"
-            node.update_arg(3, _moving(node, run, its.args[3]))
-
-
-def _mapped(value: Any, other: Mapping[fx.Node, fx.Node]) -> Any:
-    return fx.map_arg(value, other.__getitem__)
-
-
-def _moving(node: fx.Node, run: fx.Node, next_region: Sequence[Sequence[int]]) -> list[Any]:
-    """The region of a draw, whose starts move on from micro-batch to micro-batch.
-
-    What computes them has names of its own: a shorter last micro-batch has none, and all else is named as there.
-    """
-    region: list[Any] = []
-    for (start, length, size), (then, *_) in zip(node.args[3], next_region, strict=True):  # type: ignore[arg-type]
-        if then != start:
-            by = insert_before(node, operator.mul, run, then - start, like=None, name="rows_before", val=0)
-            start = insert_before(node, operator.add, start, by, like=None, name="first_row", val=start)
-        region.append((start, length, size))
-    return region
 
 
 def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype | None, levels: int) -> tuple[str, ...]:

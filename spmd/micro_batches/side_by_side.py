@@ -25,7 +25,8 @@ from passes.runtime.random import draw
 
 from .._torch import LazyGraphModule
 from ..placements import chunk
-from .accumulate import RUN, TIME, check_sums
+from .accumulate import TIME, check_sums
+from .follow_the_run import RUN
 
 aten = torch.ops.aten
 _ARITHMETIC = (operator.add, operator.mul)  # of the number of a run, where a draw begins

@@ -19,9 +19,10 @@ from ..partitioner.partition_program import emit, emit_again
 from ..partitioner.plan import Plan
 from ..partitioner.solvers.problem import Problem
 from ..placements import chunk, local_shape
-from .accumulate import TIME, accumulate, add_run, follow_the_run, joined_outputs, sums_in_time, without_axis
+from .accumulate import TIME, accumulate, joined_outputs, sums_in_time, without_axis
 from .early_sums import compute_early, early, floats, of_activations
 from .equal_rows import compute_equal_rows_in_part
+from .follow_the_run import add_run, follow_the_run
 from .lines import described
 from .own_statistics import keep_own
 from .side_by_side import side_by_side
@@ -118,14 +119,16 @@ class _Shares:
 
     def __post_init__(self) -> None:
         self._assignment: Assignment | None = None  # that of the first one, once it is emitted
+        self._takes_run = False
 
     def of(self, k: int, follows: bool = False) -> Program:
         """That of micro-batch ``k``, which accumulates sums over all of them; ``follows``: it is to run for others."""
         local = self._emitted(k)
         sums = sums_in_time(local)
-        add_run(local)
         if follows:
-            follow_the_run(local, self._emitted_again(k + 1))
+            self._takes_run = follow_the_run(local, self._emitted_again(k + 1))
+        elif self._takes_run or local.draws:
+            add_run(local)  # a shorter last micro-batch takes what the others take
         joined = joined_outputs(local)
         ahead = early(local.graph, sums, _values(local, joined))
         if self.levels and (needed := [*floats(ahead), *of_activations(self.program, ahead)]):

@@ -211,8 +211,8 @@ class Machine:
             marks[strange & (found != symbols.UNWRITTEN)] |= symbols.UNKNOWN
 
     def _check_numbers(self, node: fx.Node, moves: bool = True) -> None:
-        """Raise ``Unknown`` for a number that is computed where elements are moved by it."""
-        if moves and not all(map(is_tensor, node.all_input_nodes)):
+        """Raise ``Unknown`` for a number that is computed where elements are moved by it; one of the run is known."""
+        if moves and not all(is_tensor(each) or isinstance(self.env[each], int) for each in node.all_input_nodes):
             raise Unknown("it moves elements by a number that is computed")
 
     def _source(self, node: fx.Node) -> Any:
