@@ -1,12 +1,13 @@
 """Compute what is equal in all rows for the rows of one part, instead of for all rows, to cut a part out of.
 
-The first state of an LSTM is filled with zeros, so that nothing says how to split it: a rank would compute the first
-step of all its rows in each run, and take those of the part by its position.
+The first state of an LSTM is filled with zeros, and types of tokens are repeated, so that nothing says how to split
+them: a rank would compute the first step of all its rows in each run, and take those of the part by its position.
 """
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,19 +18,18 @@ from passes.ir.edit import insert_before
 from passes.ir.ops import Trait, has
 from passes.ir.schemas import argument
 
+from .row_sources import FILLS, TUPLES, along, equal_dims, index_dim, numbers_rows, sources
+
 aten = torch.ops.aten
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
-_CUTS = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
-_VIEWS = (Trait.RESHAPES, Trait.PERMUTES, Trait.SQUEEZES, Trait.EXPANDS, Trait.CUTS)  # which keep the number
-_FILLS = (Trait.ZEROS, Trait.ONES, Trait.FULL)
 
 
 def compute_equal_rows_in_part(program: Program) -> None:
     """Replace slices of values that are equal along their dim; nodes that nothing reads any more are erased."""
     slices = program.graph.find_nodes(op="call_function", target=aten.slice.Tensor)
-    found = [node for node in slices if _are_equal(node.all_input_nodes[0], _dim(node))]
+    equal = equal_dims(program.graph) if slices else {}
+    found = [node for node in slices if along(node) in equal[node.all_input_nodes[0]]]
     for node in found:
-        part = _narrowed(node.all_input_nodes[0], _dim(node), node.meta["val"].shape[_dim(node)], node)
+        part = _Part(node).of(node.all_input_nodes[0], along(node), node.meta["val"].shape[along(node)])
         part.meta |= {key: node.meta[key] for key in ("placement", "captured", "grad_of") if key in node.meta}
         node.replace_all_uses_with(part)
     for node in reversed(program.graph.nodes if found else ()):
@@ -37,76 +37,84 @@ def compute_equal_rows_in_part(program: Program) -> None:
             program.graph.erase_node(node)
 
 
-def _dim(cut: fx.Node) -> int:
-    return int(argument(cut, "dim")) % int(cut.all_input_nodes[0].meta["val"].ndim)
+@dataclass
+class _Part:
+    """Writes what equal rows are computed from, for as many as are read."""
 
+    before: fx.Node
+    written: dict[tuple[fx.Node, int, int], fx.Node] = field(default_factory=dict)
 
-def _are_equal(value: Any, dim: int) -> bool:
-    """Whether a value surely is the same at all positions along a dim."""
-    if _fill(value) is not None:
-        return True
-    if source := _cut(value):
-        return _are_equal(source, dim)
-    if value.target in _PRODUCTS:
-        *added, rows, _ = value.args
-        return dim == 0 and all(each.meta["val"].ndim == 1 for each in added) and _are_equal(rows, 0)
-    is_pointwise = has(value.target, Trait.POINTWISE) and not has(value.target, Trait.RANDOM)
-    given = value.all_input_nodes if is_pointwise else []
-    pairs = [(each, dim - _lacking(value, each)) for each in given if not _is_repeated(each, value, dim)]
-    return bool(pairs) and all(_are_equal(each, at) for each, at in pairs)
+    def of(self, value: fx.Node, dim: int, length: int) -> fx.Node:
+        """The first positions along ``dim`` of a value that is equal along it, computed for these alone."""
+        key = value, dim, length
+        if key not in self.written:
+            self.written[key] = self._written(value, dim, length)
+        return self.written[key]
 
+    def _written(self, value: fx.Node, dim: int, length: int) -> fx.Node:
+        if has(value.target, *FILLS):
+            return self._fill(value, dim, length)
+        if value.target is aten.index.Tensor:
+            return self._index(value, dim, length)
+        of = sources(value, dim)
+        assert of is not None, "its rows are equal"
+        parts = {each: self.of(each, at, length) for each, at in of}
+        cut = value.all_input_nodes[0] if value.target is operator.getitem else value
+        if cut.target in (aten.slice.Tensor, *TUPLES):
+            return self._cut(value, cut, parts[cut.all_input_nodes[0]], dim)
+        args, kwargs = fx.map_arg((value.args, value.kwargs), lambda each: parts.get(each, each))
+        if has(value.target, Trait.EXPANDS, Trait.RESHAPES):
+            args = (args[0], _with(list(value.meta["val"].shape), dim, length))
+        if value.target is aten.repeat.default and not of:
+            args = (args[0], _with(list(argument(value, "repeats")), dim, length))
+        return self._emit(value, value.target, *args, **kwargs)
 
-def _cut(value: fx.Node) -> fx.Node | None:
-    """What a slice, or an element of a split, is cut out of."""
-    if value.target is operator.getitem:
-        value = value.all_input_nodes[0]
-    return value.all_input_nodes[0] if value.target in _CUTS else None
+    def _fill(self, value: fx.Node, dim: int, length: int) -> fx.Node:
+        val = value.meta["val"].narrow(dim, 0, length).clone(memory_format=torch.contiguous_format)
+        number = argument(value, "fill_value") if has(value.target, Trait.FULL) else int(has(value.target, Trait.ONES))
+        options = {"dtype": val.dtype, "device": val.device}
+        return insert_before(
+            self.before, aten.full.default, list(val.shape), number, like=value, kwargs=options, val=val
+        )
 
-
-def _fill(value: fx.Node) -> fx.Node | None:
-    """The fill that a value is, or is a view of."""
-    while has(value.target, *_VIEWS) or (
-        value.target is operator.getitem and has(value.all_input_nodes[0].target, Trait.CUTS)
-    ):
-        value = value.all_input_nodes[0]
-    return value if has(value.target, *_FILLS) else None
-
-
-def _is_repeated(operand: fx.Node, result: fx.Node, dim: int) -> bool:
-    """Whether an operand of an elementwise op has no more than one position along a dim of its result."""
-    val, at = operand.meta["val"], dim - result.meta["val"].ndim
-    return not isinstance(val, torch.Tensor) or val.ndim < -at or val.shape[at] == 1
-
-
-def _narrowed(value: Any, dim: int, length: int, before: fx.Node) -> fx.Node:
-    """The first positions along ``dim`` of a value for which ``_are_equal`` holds, computed for these alone."""
-    val = value.meta["val"].narrow(dim, 0, length).clone(memory_format=torch.contiguous_format)
-
-    def emit(op: Any, *args: Any, val: Any = val, **kwargs: Any) -> fx.Node:
-        return insert_before(before, op, *args, like=value, kwargs=kwargs, val=val)
-
-    if (fill := _fill(value)) is not None:
-        number = argument(fill, "fill_value") if has(fill.target, Trait.FULL) else int(has(fill.target, Trait.ONES))
-        return emit(aten.full.default, list(val.shape), number, dtype=val.dtype, device=val.device)
-    if source := _cut(value):
-        part, cut = _narrowed(source, dim, length, before), value
-        if value.target is operator.getitem:
-            cut = value.all_input_nodes[0]
-        if _dim(cut) == dim:
+    def _cut(self, value: fx.Node, cut: fx.Node, part: fx.Node, dim: int) -> fx.Node:
+        """A part of a cut: along its dim, all rows are equal, whichever they are."""
+        if along(cut) == dim and cut.target is not aten.unbind.int:
             return part
-        vals = cut.target(part.meta["val"], *cut.args[1:])
-        made = emit(cut.target, part, *cut.args[1:], val=vals)
-        return made if cut is value else emit(operator.getitem, made, value.args[1])
-    if value.target in _PRODUCTS:
-        *added, rows, columns = value.args
-        return emit(value.target, *added, _narrowed(rows, dim, length, before), columns, **value.kwargs)
-    parts = {
-        each: each if _is_repeated(each, value, dim) else _narrowed(each, dim - _lacking(value, each), length, before)
-        for each in value.all_input_nodes
-    }
-    args, kwargs = fx.map_arg((value.args, value.kwargs), parts.__getitem__)
-    return emit(value.target, *args, **kwargs)
+        made = self._emit(cut, cut.target, part, *cut.args[1:], **cut.kwargs)
+        return made if cut is value else self._emit(value, operator.getitem, made, value.args[1])
+
+    def _index(self, value: fx.Node, dim: int, length: int) -> fx.Node:
+        """Where an index numbers the rows, one of these is read as often."""
+        source, indices, of = (
+            value.all_input_nodes[0],
+            list(argument(value, "indices")),
+            dict(sources(value, dim) or ()),
+        )
+        sizes, at = source.meta["val"].shape, index_dim(value, dim)
+        for d, index in enumerate(indices):
+            if index is None or index.meta["val"].ndim < -at or index.meta["val"].shape[at] == 1:
+                continue
+            if numbers_rows(index, sizes[d]):
+                source = self.of(source, d, 1)
+                indices[d] = self._zeros(index, at, length)
+            else:
+                indices[d] = self.of(index, of[index], length)
+        return self._emit(value, value.target, source, indices)
+
+    def _zeros(self, index: fx.Node, at: int, length: int) -> fx.Node:
+        val = index.meta["val"]
+        shape = _with(list(val.shape), at, length)
+        options = {"dtype": val.dtype, "device": val.device}
+        return insert_before(
+            self.before, aten.full.default, shape, 0, like=index, kwargs=options, val=val.new_zeros(shape)
+        )
+
+    def _emit(self, like: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        vals = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
+        return insert_before(self.before, op, *args, like=like, kwargs=kwargs, val=op(*vals[0], **vals[1]))
 
 
-def _lacking(result: fx.Node, operand: fx.Node) -> int:
-    return int(result.meta["val"].ndim - operand.meta["val"].ndim)
+def _with(shape: list[int], dim: int, length: int) -> list[int]:
+    shape[dim] = length
+    return shape

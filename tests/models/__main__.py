@@ -1,9 +1,10 @@
 """Train every architecture of the zoo, and print a table: ``python -m tests.models [names ...] [--help]``.
 
 Each is trained by SGD with momentum on two gloo ranks, each with rows of its own, and in one process on the whole
-batch; models of text also with a split sequence, and mixtures with split experts. A line of the table: how many nodes
-one rank's program has, what it communicates, how long one program takes to compile, and the largest difference of any
-number, or what is wrong in a line. Exits with 1 if something is. The table in ``docs/models.md`` has the same, without
+batch; models of text also with a split sequence, in micro-batches and in two stages, and mixtures with split experts.
+A line of the table: how many nodes one rank's program has, what it communicates, how long one program takes to compile,
+and the largest difference of any number, or what is wrong in a line; in parts, with the mask of the batch and without
+it. Exits with 1 if something is. The table in ``docs/models.md`` has the same, without
 the seconds: a run of all architectures rewrites it, one of some with a role their cells in its column; with
 ``--backend inductor``, which takes all islands, it stays as it is.
 """
@@ -26,10 +27,13 @@ from tests.harness.pool import RankError, Ranks
 from . import text
 from .catalog import ENTRIES
 from .examine import Finding, Role, Style, examine, training_in
+from .parts import InParts, Parts, in_parts
 from .zoo import Entry
 
 STYLES: tuple[Style, ...] = get_args(Style)
 ROLES: tuple[Role, ...] = get_args(Role)
+PARTS: tuple[Parts, ...] = get_args(Parts)
+COLUMNS = (*ROLES, *PARTS)
 HEADINGS = ("architecture", "kind", "style", "nodes", "collectives", "seconds", "agrees")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 TABLE = re.compile(r"(?<=<!-- models: begin -->\n).*(?=<!-- models: end -->)", re.DOTALL)
@@ -46,7 +50,9 @@ def main() -> int:
     os.environ["TESTS_BACKEND"] = arguments.backend  # which the ranks read when they start
     ranks, console, lines = Ranks(), Console(stderr=True), []
     try:
-        for line in _lines(ranks, chosen, [arguments.style] if arguments.style else (*STYLES, *ROLES), arguments.steps):
+        for line in _lines(
+            ranks, chosen, [arguments.style] if arguments.style else (*STYLES, *COLUMNS), arguments.steps
+        ):
             console.print("  ".join(line), markup=False, highlight=False)
             lines.append(line)
     finally:
@@ -63,7 +69,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.models", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"all, if none is given; there are {_listed()}")
-    parser.add_argument("--style", choices=(*STYLES, *ROLES), help="or role of the axis; all by default")
+    parser.add_argument("--style", choices=(*STYLES, *COLUMNS), help="or role of the axis, or parts; all by default")
     parser.add_argument("--backend", choices=("aten", "inductor"), default="aten", help="of the compiled steps")
     parser.add_argument("--steps", type=int, default=4, help="of training; 4 by default")
     return parser.parse_args()
@@ -73,15 +79,22 @@ def _listed() -> str:
     return ", ".join(f'"{entry.name}"' if " " in entry.name else entry.name for entry in ENTRIES)
 
 
-def _has(entry: Entry, style: Style | Role) -> bool:
+def _has(entry: Entry, style: Style | Role | Parts) -> bool:
     """Whether an architecture is trained so: not without sequences, or experts."""
-    return entry in text.ENTRIES if style == "sequence" else style != "experts" or entry.kind == "mixture of experts"
+    of_text = style == "sequence" or style in PARTS
+    return entry in text.ENTRIES if of_text else style != "experts" or entry.kind == "mixture of experts"
 
 
-def _lines(ranks: Ranks, entries: list[Entry], styles: Sequence[Style | Role], steps: int) -> Iterator[tuple[str, ...]]:
+def _lines(
+    ranks: Ranks, entries: list[Entry], styles: Sequence[Style | Role | Parts], steps: int
+) -> Iterator[tuple[str, ...]]:
     """One line of the table at a time."""
     for entry in entries:
         for style in (each for each in styles if _has(entry, each)):
+            if style == "micro_batches=2" or style == "two stages":
+                found = dict.fromkeys(in_parts(InParts(entry, masked=masked), style) for masked in (True, False))
+                yield (entry.name, entry.kind, style, "", "", "", " / ".join(found))
+                continue
             try:
                 findings = ranks.run(2, examine, training_in(entry, style), style, steps, timeout=300.0)
             except RankError as error:
@@ -123,19 +136,25 @@ def _markdown(lines: list[tuple[str, ...]], before: str) -> str:
     What was not run now stands as it did before; nodes and collectives are rewritten in a run of all in both styles.
     """
     kept = {row[0]: row for row in (line.strip("| ").split(" | ") for line in before.splitlines())}
-    has_run = {style: _of(style, lines) for style in (*STYLES, *ROLES)}
+    has_run = {style: _of(style, lines) for style in (*STYLES, *COLUMNS)}
     all_run = all(has_run[style].keys() == {entry.name for entry in ENTRIES} for style in STYLES)
     columns = [k for k, heading in enumerate(HEADINGS) if heading not in ("style", "seconds")]
-    rows = [(*(HEADINGS[k] for k in columns), *ROLES), ("---",) * (len(columns) + len(ROLES))]
+    rows = [(*(HEADINGS[k] for k in columns), *COLUMNS), ("---",) * (len(columns) + len(COLUMNS))]
     for name in (entry.name for entry in ENTRIES if all_run or entry.name in kept):
         row = [*kept.get(name, ()), *[""] * len(rows[0])][: len(rows[0])]
         if all_run:
             cells = _side_by_side([has_run[style][name] for style in STYLES])
             row[: len(columns)] = [cells[k] for k in columns]
-        for k, role in enumerate(ROLES, len(columns)):
-            row[k] = has_run[role].get(name, (row[k],))[-1]
+        for k, column in enumerate(COLUMNS, len(columns)):
+            row[k] = _cell(has_run[column].get(name, (row[k],))[-1])
         rows.append(tuple(row))
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def _cell(agrees: str) -> str:
+    """Of a step that is refused, the line: sentences are too long for a table."""
+    refused = re.fullmatch(r"PartitionError.*?\((\S+\.py:\d+).*", agrees)
+    return f"refused at {refused[1]}" if refused else agrees
 
 
 def _of(style: str, lines: list[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

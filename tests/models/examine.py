@@ -145,7 +145,7 @@ def examine(rank: int, world: int, case: Case, style: Style | Role, steps: int) 
         nodes=len(program.graph.nodes),
         collectives=dict(Counter(str(node.meta["collective"].kind) for node in program.collectives())),
         seconds=sum(compiled.report().seconds.values()),
-        worst=max((_distance(want, have) for want, have in zip(expected, got, strict=True)), default=0.0),
+        worst=max((distance(want, have) for want, have in zip(expected, got, strict=True)), default=0.0),
     )
 
 
@@ -178,7 +178,7 @@ def _not_finite(expected: list[Snapshot]) -> list[str]:
     ]
 
 
-def _distance(expected: Snapshot, got: Snapshot) -> float:
+def distance(expected: Snapshot, got: Snapshot) -> float:
     """The largest difference of any two numbers."""
     pairs = [(want, got.get(name)) for name, want in expected.items() if isinstance(want, Tensor)]
     return max(

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
+from passes.analysis.reachability import descendants
+from spmd.micro_batches.early_sums import WHOLE
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -97,6 +99,17 @@ def test_rows_that_the_step_makes(bias: Callable[[Tensor], Tensor], rows: int, o
     compiled = spmd.compile(reads, parallel_mode=spmd.DataParallel(**options))
     verdict = spmd.verify(compiled, *build(bias), ids(rows), world=2, steps=1, bits="bits" in options)
     assert verdict, verdict
+
+
+def test_equal_rows_are_computed_for_those_of_a_part() -> None:
+    compiled = spmd.compile(reads, parallel_mode=spmd.DataParallel(micro_batches=3), passes=())
+    compiled(*build(causal), ids(21))
+    assert compiled.program is not None
+    inputs = zip(compiled.program.inputs, compiled.program.placeholders, strict=True)
+    nodes = list(compiled.program.graph.nodes)
+    counted = descendants(nodes, {node for each, node in inputs if each.name.startswith(WHOLE)})  # labels, ahead
+    whole = [node for node in nodes if node not in counted and 21 in getattr(node.meta.get("val"), "shape", ())]
+    assert not whole, f"{whole} have the rows of all parts, of which each has 7"
 
 
 @pytest.mark.slow
