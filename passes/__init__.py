@@ -1,7 +1,27 @@
 """The lower layer of ``spmd``: what a program is, how it is checked, printed, run and measured, and the passes.
 
-Usable on its own, on any FX graph with functional collectives: ``Program.from_graph(graph_module, roles=...)``.
+Usable on its own, on any FX graph with functional collectives: ``Program.from_graph(graph_module, roles=...)``. All
+public names; ``help(passes.run)`` explains one.
+
+Run them:       run, default, with_islands, with_numbers_on_device, with_regions, Pass, Fact, facts_of
+Programs:       Program, Input, Output, OutputKind, Part, Mesh, Axis, AxisRole, Role, Phase, Memory, Region, Island
+Look at one:    check, interpret, print_program, fill_vals, Diff, PURE_FUNCTIONS
+Cleanup:        DeadCode, DropDetach, DropProfiler, FoldViews, MergeEqual
+Communication:  BucketAllGather, BucketAllReduce, BucketReduceScatter, FormUnits, Realise, Reshard, StartEarly,
+                WaitLate, Collective, Kind
+Memory:         Canonicalize, FoldLayoutCopies, OneStorage, Recompute, ReduceInPlace, ReuseMemory, UpdateInPlace,
+                LiveValue, PlannedMemory
+Update:         DeviceNumbers, FuseForeach, FuseUpdate, SplitUpdate, UpdateLast
+Schedule:       Overlap, estimate, Timeline, Table, published
+Regions:        FormIslands, FormRegions
+Reports:        Report, EstimatedTime, OneCollective, PassEffect
+Errors:         SpmdError, CaptureError, PlacementError, PartitionError, PassError, MemoryBudgetError,
+                RankMismatchError, RankFailedError
 """
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from .analysis.collective_algorithms import Table
 from .base import Fact, Pass, facts_of
@@ -138,3 +158,21 @@ __all__ = [
     "with_numbers_on_device",
     "with_regions",
 ]
+
+
+class _Package(ModuleType):
+    """This package, of which ``help`` shows the docstring: ``pydoc`` would list all files, and what each name has."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("__path__", "__all__") and sys._getframe(1).f_globals.get("__name__") == "pydoc":
+            if name == "__path__":
+                raise AttributeError(name)
+            return ()
+        return super().__getattribute__(name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+sys.modules[__name__].__class__ = _Package

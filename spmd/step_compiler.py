@@ -55,6 +55,7 @@ from .progress import Progress
 from .python_state.reads import Reads
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of
 from .ranks.simulated import simulated
+from .ranks.warn_once import warn_once
 from .ranks.watched_mesh import WatchedMesh
 from .running.compiled import Compiled
 from .running.deferred_program import DeferredProgram
@@ -107,7 +108,7 @@ class StepCompiler:
     def compile(self, turn: Turn, call: Call, number: int) -> Compiled:
         """Compile a program for the call of this number, on all ranks together; state is as programs need it then."""
         READS.wait_for_all()  # state may move, and what else refers to it counts
-        with held_interrupts():
+        with held_interrupts(), warn_once(self._name, turn.connection):
             with young_collections(), all_or_none(self._name, turn.connection) as agreement:
                 rebind_replaced_parameters(call.given.optimizers.values())
                 reason = self._dispatch.programs.reason_to_compile(call)

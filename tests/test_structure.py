@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pydoc
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -170,6 +171,15 @@ def test_public_names_are_there(package: str) -> None:
     names = _public(package)
     assert len(names) == len(set(names))
     assert all(hasattr(import_module(package), name) for name in names)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_python_shows_of_a_package_are_its_public_names(package: str) -> None:
+    """By ``dir``, and on the one screen of ``help``, where ``pydoc`` would list all files."""
+    module, shown = import_module(package), pydoc.plaintext.document(import_module(package))
+    assert dir(module) == sorted(_public(package)) and [*module.__path__] == [str(ROOT / package)]
+    assert set(_public(package)) <= {*re.findall(r"\w+", shown)} and len(shown.splitlines()) < 40
+    assert "PACKAGE CONTENTS" not in shown and "Method" not in shown
 
 
 def _public(package: str) -> list[str]:

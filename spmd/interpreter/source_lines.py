@@ -9,7 +9,8 @@ import linecache
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from .foreign_code import is_foreign_frame, is_library_file
 
 _PACKAGES = [os.path.dirname(os.path.abspath(file)) + os.sep for file in (os.path.dirname(__file__), passes.__file__)]
 _BETWEEN = (contextlib.__file__, functools.__file__)
+_held: ContextVar[list[str] | None] = ContextVar("held_warnings", default=None)
 _INTERNAL = (os.path.dirname(torch.__file__) + os.sep, *_PACKAGES)
 
 
@@ -31,8 +33,23 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+@contextlib.contextmanager
+def held_warnings() -> Iterator[list[str]]:
+    """Collect what ``warn_user`` has to say in the body, instead of warning."""
+    held = list[str]()
+    before = _held.set(held)
+    try:
+        yield held
+    finally:
+        _held.reset(before)
+
+
 def warn_user(message: str) -> None:
     """Warn at the innermost line of the user's own code, else of a library, however many frames of ours are between."""
+    held = _held.get()
+    if held is not None:
+        held.append(message)
+        return
     frame: FrameType | None = sys._getframe(1)
     level, innermost = 2, 0
     while frame is not None:

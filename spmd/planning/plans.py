@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import io
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -164,7 +165,11 @@ class Plans:
         }
 
     def __str__(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
+        """The table, as wide as the terminal, and the sentences and the mode in lines as long as they are."""
+        text = io.StringIO()
+        console = Console(file=text, color_system=None, width=shutil.get_terminal_size().columns)
+        console.print(self, markup=False, soft_wrap=True)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table, then sentences."""

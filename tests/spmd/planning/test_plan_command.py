@@ -86,7 +86,7 @@ def attending() -> spmd.Plans:
 
 
 def test_layouts_are_ordered_and_the_same_each_time() -> None:
-    assert str(plan(top=100, gpus=8, per_host=1)) == str(searched(8, per_host=1))
+    assert plan(top=100, gpus=8, per_host=1).to_dict() == searched(8, per_host=1).to_dict()
     found = searched()
     seconds = [each.estimate.seconds for each in found.layouts]
     assert seconds == sorted(seconds)
@@ -94,6 +94,15 @@ def test_layouts_are_ordered_and_the_same_each_time() -> None:
     assert {each.layout.stages for each in found.layouts} == {1, 2, 4}
     assert {each.layout.schedule for each in found.layouts} == {"1f1b", "interleaved", "zb-h1"}
     assert len(found.why()) == 3
+
+
+def test_a_plan_is_printed_as_a_table_and_a_mode_to_paste(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    found = searched()
+    title, *rows = str(found).splitlines()
+    assert "8 H100, 8 a host, 16 rows a step: estimates" in title and max(map(len, rows[: len(found.layouts)])) <= 60
+    assert str(found).endswith(found.python()) and found.why()[0] in rows
+    assert str(searched(memory=1000)) == searched(memory=1000).missing()
 
 
 def test_rows_and_hosts_decide_which_layouts_there_are() -> None:
