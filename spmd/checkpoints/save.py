@@ -60,8 +60,8 @@ def save(
     error raised by ``wait()``, or else by the next save, which waits for the one before it in any case.
 
     A checkpoint is complete, or it is not there: until the end, ``spmd.load`` takes the one before. If a rank cannot
-    write, all ranks raise the same error. Raises ``TypeError`` or ``ValueError`` for what cannot be saved, also where
-    a plain value, or a tensor that is not split, differs between ranks.
+    write, all ranks raise the same ``SpmdError``. Raises ``TypeError`` or ``ValueError`` for what cannot be saved, also
+    where a plain value, or a tensor that is not split, differs between ranks.
     """
     path = path_of(folder)
     _check_arguments(step, keep, wait)
