@@ -14,6 +14,7 @@ class Role(StrEnum):
     HYPER_PARAMETER = "hyper-parameter"
     BATCH = "batch"
     ARGUMENT = "argument"  # any other argument of the step
+    KEPT = "kept"  # a tensor of Python state that ranks split, such as a copy of a parameter, and no rows of the batch
     CONSTANT = "constant"  # a tensor the step itself made from Python values
     SEED = "seed"
     ACCUMULATOR = "accumulator"  # a sum over the micro-batches of a call

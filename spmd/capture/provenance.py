@@ -17,6 +17,7 @@ from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from passes import Phase
 from passes.ir.ops import draws
@@ -43,6 +44,7 @@ from ..python_state.reads import Reads
 from .checkpointing import Recomputed, recomputing
 from .tensor_attributes import check_outside
 from .unsupported import Refused, check_op, refuse_regions
+from .values.kept_tensors import carry_kept
 
 _TORCH_OPS = {"aten", "prim", "prims"}
 _IS_NONZERO = torch.ops.aten.is_nonzero.default  # which lacks the tag of ops that return a value
@@ -84,6 +86,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
             refuse_regions(func)
+        if any(issubclass(kind, DTensor) for kind in types):
+            carry_kept(self._reads, (args, kwargs))
         # The shape function of a user's op is code of the user's.
         inside_torch = func.namespace in _TORCH_OPS and all(kind is FakeTensor for kind in types)
         with self._reads.unwatched() if inside_torch else nullcontext():

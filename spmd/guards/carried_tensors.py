@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._torch import local_tensor, tree_flatten
-from ..python_state.effects.carried import Carried
+from ..python_state.effects.carried import Carried, is_carried
 from ..python_state.reads import ReadSite
 from .equality import structurally_equal
 from .leaves import describe, expectation
@@ -38,7 +38,7 @@ class CarriedTensors:
     def tensors(self) -> list[torch.Tensor]:
         """This rank's storages, in order."""
         leaves = [leaf for site in self.sites for leaf in tree_flatten(site.get())[0]]
-        return [local_tensor(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [local_tensor(leaf) for leaf in leaves if is_carried(leaf)]
 
     def difference(self) -> str:
         """The first site that is not as it was, or nothing."""

@@ -60,7 +60,7 @@ def why_not_captured(program: Program) -> str:
 def _writes_to_arguments(program: Program) -> bool:
     """Whether a replay would write to its own copy of an argument, and leave the user's as it was."""
     found, inputs = storages(program.graph), zip(program.placeholders, program.inputs, strict=True)
-    given = {each for node, x in inputs if x.role in (Role.BATCH, Role.ARGUMENT) for each in found[node]}
+    given = {each for node, x in inputs if x.role in (Role.BATCH, Role.ARGUMENT, Role.KEPT) for each in found[node]}
     writes = filter(mutates, program.graph.nodes)
     return any(not given.isdisjoint(found[to]) for node in writes for to in written(node) or node.all_input_nodes)
 

@@ -25,7 +25,7 @@ from .lines import described
 
 WHOLE = "all of "
 """How the inputs begin that are all rows of an argument."""
-_GIVEN = (Role.BUFFER, Role.BATCH, Role.ARGUMENT, Role.CONSTANT, Role.HYPER_PARAMETER)
+_GIVEN = (Role.BUFFER, Role.BATCH, Role.ARGUMENT, Role.KEPT, Role.CONSTANT, Role.HYPER_PARAMETER)
 
 
 def early(graph: fx.Graph, sums: Sequence[fx.Node], joined: Collection[fx.Node]) -> list[fx.Node]:

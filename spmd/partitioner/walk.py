@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
-from passes import Input, Output, PartitionError, Phase, Role
-from passes.ir.program import Placements, output_values
+from passes import Input, Output, OutputKind, PartitionError, Phase, Role
+from passes.ir.program import Placements, is_sharded, output_values
 
 from .._torch import OpOverload
 from ..capture.constraint import CONSTRAIN
@@ -207,7 +207,9 @@ class Walk:
                 placement = self.decisions.output(output, value)
                 reason = reasons.for_output(value.source, output, self.context)
                 returned.append(self.materializer.materialize(value, placement, reason))
-                outputs.append(replace(output, placement=placement))
+                is_kept = output.kind is OutputKind.NEW and output.role is Role.RESULT and is_sharded(placement)
+                role = Role.KEPT if is_kept and not value.batch_in(placement) else output.role
+                outputs.append(replace(output, role=role, placement=placement))
             else:
                 returned.append(value)
                 outputs.append(output)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Output, OutputKind, Program
+from passes import Output, OutputKind, Program, Role
 from passes.ir.program import is_pending, is_sharded
 
 from ..call.state import Arguments
@@ -16,6 +16,7 @@ from ..capture import Captured, FromOutput
 from ..python_state.effects.repeated import StateMemory
 from ..python_state.reads import ReadSite
 from ..state.distribute import as_dtensor
+from ..state.split_tensor import as_rows
 
 
 class Results:
@@ -79,4 +80,5 @@ class Results:
         if not is_sharded(output.placement) and not is_pending(output.placement):
             return local
         stride = torch.empty(output.shape, device="meta").stride()
-        return as_dtensor(local, output.placement, self._device_mesh, output.shape, stride)
+        found = as_dtensor(local, output.placement, self._device_mesh, output.shape, stride)
+        return as_rows(found) if output.role is Role.RESULT else found

@@ -25,6 +25,7 @@ from passes import SpmdError
 
 from .._torch import DisableTorchFunctionSubclass, local_tensor, storage_id, tree_flatten, tree_map
 from ..placements import OnStage, extent, local_shape
+from ..python_state.effects.carried import KeptRows
 from ..ranks.world import describe
 
 _NUMBERS = {
@@ -102,11 +103,11 @@ class SplitTensor(DTensor):
                 found = func(*args, **kwargs)
                 if isinstance(found, DTensor):
                     split(found).__class__ = CopiedView if args and isinstance(args[0], CopiedView) else SplitTensor
-                return found
+                return _as_rows(found, args, kwargs)
             with own_looks():
                 for call in cls.before_read:
                     call()
-                return _read(func, args, kwargs)
+                return _as_rows(_read(func, args, kwargs), args, kwargs)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor, as a plain one; all ranks call it together."""
@@ -147,6 +148,12 @@ class CopiedView(SplitTensor):
     source: tuple[DTensor, Callable[[Tensor], Tensor]] | None = None
 
 
+class SplitRows(SplitTensor, KeptRows):
+    """Rows of the batch that a step keeps, of which each rank has its own; what is computed from them is rows, too."""
+
+    __slots__ = ()
+
+
 class _Looks(threading.local):
     """How many looks of our own this thread is at, one within the other."""
 
@@ -170,6 +177,21 @@ def split(tensor: DTensor) -> DTensor:
     """``tensor`` itself, as a ``SplitTensor``."""
     tensor.__class__ = SplitTensor
     return tensor
+
+
+def as_rows(tensor: DTensor) -> DTensor:
+    """``tensor`` itself, as ``SplitRows``."""
+    tensor.__class__ = SplitRows
+    return tensor
+
+
+def _as_rows(found: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What is computed, as rows where the operands have some and it is split."""
+    if any(isinstance(each, SplitRows) for each in tree_flatten((args, kwargs))[0]):
+        for each in tree_flatten(found)[0]:
+            if type(each) is SplitTensor and any(placement.is_shard() for placement in each.placements):
+                as_rows(each)
+    return found
 
 
 def is_on_stages(tensor: DTensor) -> bool:

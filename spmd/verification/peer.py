@@ -156,7 +156,7 @@ def _is_own(declared: Input, value: Any) -> bool:
     """Whether ranks have values of their own of an input: a learning rate that is a tensor may be written."""
     if declared.role is Role.HYPER_PARAMETER:
         return isinstance(value, Tensor)
-    return declared.role.is_state or declared.role in (Role.BATCH, Role.ARGUMENT)
+    return declared.role.is_state or declared.role in (Role.BATCH, Role.ARGUMENT, Role.KEPT)
 
 
 def _like_others(name: str, theirs: Values) -> Any:

@@ -1,7 +1,9 @@
 """``Carried``: Python state that a program takes as inputs, since the step reads it and writes it.
 
 In come sites that the trace found (``writes.py``); the step is traced again then, with symbols in the place of their
-numbers and fakes in the place of their tensors. A tensor is whole on every rank, or a DTensor, placed as it is.
+numbers and fakes in the place of their tensors. A tensor is whole on every rank, or a DTensor, placed as it is: rows of
+the batch that the step keeps, or what it or the user has made of split state. A tensor that the step only reads is
+carried, too, if it is a DTensor. Parameters among them are none: they are state already.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +27,22 @@ from ...call.state import Arguments, HyperParameter
 from ...ranks.world import extend_placement
 from ..reads import ReadSite, Reference
 from .lost_graph import has_lost_graph
+
+
+class KeptRows:
+    """Base of the DTensors that are rows of the batch; all others at carried sites are no rows."""
+
+    __slots__ = ()
+
+
+def is_carried(leaf: Any) -> bool:
+    """Whether a leaf at a carried site becomes an input: not a parameter, nor what has a graph, which would be lost."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter) and not leaf.requires_grad
+
+
+def is_kept_split(leaf: Any) -> bool:
+    """Whether a leaf is a DTensor that a step can take as an input."""
+    return isinstance(leaf, DTensor) and is_carried(leaf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +90,7 @@ class Carried:
         """The part of it that is there now: sites of numbers, and sites that hold tensors, also where numbers were."""
         numbers = [site for site in self.numbers if type(site.get()) in (int, float)]
         held = [(site, tree_flatten(site.get())[0]) for site in (*self.sites, *self.numbers)]
-        sites = [site for site, leaves in held if any(isinstance(leaf, torch.Tensor) for leaf in leaves)]
+        sites = [site for site, leaves in held if any(map(is_carried, leaves))]
         lost = {site.address for site, leaves in held if any(map(has_lost_graph, leaves))}
         return replace(self, numbers=tuple(numbers), sites=tuple(site for site in sites if site.address not in lost))
 
@@ -115,18 +134,19 @@ class Carried:
             for site in self.sites
             for leaves in [tree_flatten(site.get())[0]]
             for k, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor)
+            if is_carried(leaf)
         ]
 
     def inputs(self, mesh: DeviceMesh) -> list[Input]:
-        """The inputs that the tensors become: split ones as a batch is, whole ones as other arguments."""
+        """The inputs that the tensors become: rows are those of a batch, whole ones as other arguments."""
         found = []
         for each in self.tensors():
             live = each.get()
             placement: tuple[Any, ...] = ()
             if isinstance(live, DTensor):
                 placement = extend_placement(tuple(live.placements), live.device_mesh, mesh)
-            role = Role.BATCH if is_sharded(placement) else Role.ARGUMENT
+            split = Role.BATCH if isinstance(live, KeptRows) else Role.KEPT
+            role = split if is_sharded(placement) else Role.ARGUMENT
             found.append(Input(role, each.name, tuple(live.shape), live.dtype, placement))
         return found
 
@@ -140,7 +160,7 @@ class Carried:
                 site.put(number)
             for site in self.sites:
                 leaves, spec = tree_flatten(site.get())
-                fake = [next(fakes) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+                fake = [next(fakes) if is_carried(leaf) else leaf for leaf in leaves]
                 site.put(tree_unflatten(fake, spec))
             yield
         finally:

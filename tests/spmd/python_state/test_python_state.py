@@ -188,6 +188,8 @@ def hidden_of_each_rank(rank: int, world: int) -> tuple[bool, Any, list[str]]:
     compiled = spmd.compile(case.step)
     for k in range(3):
         compiled(model, optimizer, *case.part(rank, k))
+        model.hidden = model.hidden.detach().clone()  # what is computed from rows is rows, too
+    assert [str(each.role) for each in compiled.program.inputs if each.name.endswith("hidden")] == ["batch"]  # type: ignore[union-attr]
     rows = [row.kind for row in compiled.report().every if row.kind == "all_gather"]
     return isinstance(model.hidden, DTensor), model.hidden.placements, rows
 
