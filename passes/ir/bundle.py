@@ -161,8 +161,8 @@ class Bundle:
     def digest(self, roles: Iterable[str] | None = None) -> str:
         """A short text that is equal on all ranks of a bundle: its channels, calls, and programs, or these of them.
 
-        Of the numbers among the arguments of ops only peers count: others are sizes of this rank's parts, and where
-        they begin.
+        Of the integers among the arguments of ops only peers count: others are sizes of this rank's parts, and where
+        they begin. Floats count where a node is not marked as one whose numbers are the rank's own.
         """
         return hashlib.sha256("\n".join(self._lines(self.programs if roles is None else roles)).encode()).hexdigest()[
             :16
@@ -371,7 +371,7 @@ def _facts(program: Program) -> Iterator[str]:
         yield from (f"{each.role} {each.name}: {each.dtype}{each.placement}{each.memory}" for each in inside)
     for node in program.graph.nodes:
         described = node.meta.get("collective")
-        facts = [node.op, _target(node.target), _shared((node.args, node.kwargs), position, program)]
+        facts = [node.op, _target(node.target), _arguments(node, position, program)]
         if isinstance(described, Collective):
             axis = program.mesh.axis_of_group(group_of(node))
             facts += [described.kind, described.role, axis.name if axis else described.axis]
@@ -381,7 +381,7 @@ def _facts(program: Program) -> Iterator[str]:
         if (region := region_of(node)) is not None:
             within = {inner: k for k, inner in enumerate(region.graph.nodes)}
             for inner in region.graph.nodes:
-                yield f"{inner.op} {_target(inner.target)} {_shared((inner.args, inner.kwargs), within, program)}"
+                yield f"{inner.op} {_target(inner.target)} {_arguments(inner, within, program)}"
     yield from (f"{each.kind} {each.name}: {each.role} {each.dtype}{each.placement}" for each in program.outputs)
 
 
@@ -391,14 +391,20 @@ def _target(target: Any) -> str:
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', type(target).__name__)}"
 
 
-def _shared(value: Any, position: Mapping[fx.Node, int], program: Program) -> str:
-    """An argument without the numbers that ranks may differ in."""
+def _arguments(node: fx.Node, position: Mapping[fx.Node, int], program: Program) -> str:
+    """The arguments of a node without the numbers that ranks may differ in."""
+    own = (int, float) if "numbers" in node.meta else (int,)
+    return _shared((node.args, node.kwargs), own, position, program)
+
+
+def _shared(value: Any, own: tuple[type, ...], position: Mapping[fx.Node, int], program: Program) -> str:
+    """An argument without numbers of the types ``own``."""
     if isinstance(value, fx.Node):
         return f"%{position[value]}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}={_shared(each, position, program)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}={_shared(each, own, position, program)}" for key, each in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_shared(each, position, program) for each in value) + "]"
+        return "[" + ", ".join(_shared(each, own, position, program) for each in value) + "]"
     if isinstance(value, torch.device):
         return value.type
     if isinstance(value, str):
@@ -406,4 +412,4 @@ def _shared(value: Any, position: Mapping[fx.Node, int], program: Program) -> st
         return axis.name if axis else value
     if callable(value) and not isinstance(value, torch.dtype):
         return _target(value)
-    return "#" if type(value) is int else repr(value)
+    return "#" if type(value) in own else repr(value)

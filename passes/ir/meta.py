@@ -48,6 +48,7 @@ class Key:
 
 _CAPTURE, _PARTITIONER = "spmd/capture", "spmd/partitioner"
 _PRINTER = "passes/ir/printer.py"
+_BUNDLE = "passes/ir/bundle.py"
 _ERRORS = "passes/unexpected_errors.py"
 _MEMORY = "passes/memory"
 _SCHEDULE = "passes/schedule"
@@ -209,7 +210,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the source of numbers among the arguments that differ from rank to rank, such as the length of a shard",
         (_PARTITIONER,),
-        (_MERGE_EQUAL,),
+        (_MERGE_EQUAL, _BUNDLE),
     ),
     Key(
         "part_of",

@@ -7,6 +7,7 @@ on numbers. ``differences`` is slower: it describes, in the user's words, what i
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,9 +109,9 @@ class Guards:
     def _watch_owners(self, arguments: Arguments) -> None:
         release = weakref.WeakMethod(self._release)
 
-        def gone(reference: Any) -> None:
+        def gone(reference: Any, is_end: Callable[[], bool] = sys.is_finalizing) -> None:
             method = release()
-            if method is not None:
+            if method is not None and not is_end():  # where modules have lost their names
                 method(reference)
 
         self.leaves.watch_owners(arguments, gone)

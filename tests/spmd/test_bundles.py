@@ -128,6 +128,18 @@ def test_ranks_agree_on_the_digest_whatever_their_parts_are() -> None:
     assert swapped.digest() != bundle.digest()
 
 
+def test_floats_that_are_the_ranks_own_are_marked() -> None:
+    ranks = [pipeline(), pipeline()]
+    for bundle, number in zip(ranks, (0.0, 1e30), strict=True):
+        [node] = bundle.programs["backward"].graph.find_nodes(op="call_function", target=aten.rsub.Scalar)
+        node.args = (node.args[0], number)
+    assert ranks[0].digest() != ranks[1].digest()
+    for bundle in ranks:
+        for node in bundle.programs["backward"].graph.find_nodes(op="call_function", target=aten.rsub.Scalar):
+            node.meta["numbers"] = "keys of the ranks before"
+    assert ranks[0].digest() == ranks[1].digest()
+
+
 # Mutants: each is one edit of a stage.
 
 

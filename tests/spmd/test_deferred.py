@@ -426,8 +426,13 @@ def test_options_that_know_of_one_program_are_refused() -> None:
 def test_the_end_of_a_process_finishes_the_update(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     commands = [[sys.executable, "-m", "tests.spmd.ends_while_pending", str(rank), str(tmp_path)] for rank in range(2)]
-    processes = [subprocess.Popen(command, env=environment, cwd=ROOT) for command in commands]
+    errors = [tmp_path / f"errors-{rank}" for rank in range(2)]
+    processes = []
+    for command, path in zip(commands, errors, strict=True):
+        with path.open("w") as file:
+            processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stderr=file))
     assert [process.wait(120) for process in processes] == [0, 0]
+    assert not any("Exception ignored" in path.read_text() for path in errors)
     case = MLP(sizes=(5, 3), rows=4)
     torch.manual_seed(0)
     objects = case.build()
