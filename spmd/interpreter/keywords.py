@@ -26,7 +26,8 @@ def checks_keywords(name: str, **others: Callable[..., Any]) -> Callable[[Callab
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for wrong in kwargs.keys() - known:
+            wrong = next((each for each in kwargs if each not in known), None)
+            if wrong is not None:
                 raise TypeError(f"{name} has no option {wrong!r}{_advice(wrong, known, theirs)}")
             return function(*args, **kwargs)
 
