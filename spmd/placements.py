@@ -248,6 +248,11 @@ def local_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tupl
     return tuple(local)
 
 
+def left_to_cut(has: Placements, placement: Placements) -> Placements:
+    """The placement to cut a part of by ``has``, so that it becomes that by ``placement``, which splits further."""
+    return tuple(Replicate() if own == entry else entry for own, entry in zip(has, placement, strict=True))
+
+
 _PLAIN = frozenset({Replicate, Shard, Partial})
 
 

@@ -63,6 +63,7 @@ from .running.describe import describe_for_agreement, text_of
 from .shared_captures import ServingCapture
 from .stages.stage_axis import check_without_stages
 from .stages.stage_exchange import StageExchange
+from .state import master_copies
 from .state.background_reads import READS
 from .state.distribute import Prepared, check_memory, commit, prepare
 from .state.edits import EditedError, compare_edits, copied_state, edited_before
@@ -183,6 +184,7 @@ class StepCompiler:
         adopt([base, calls])
         with stages.explained("distributing state"):
             self._distribute(turn, call, program, captured, state, seeds)
+            added = made.added | master_copies.bind(call, local)
         if not made.entry:
             lookup.store()
         make = Compiled if deferred is None else partial(DeferredProgram, deferred=deferred)
@@ -194,7 +196,7 @@ class StepCompiler:
             executable=executable,
             device_mesh=call.device_mesh,
             make_report=make_report,
-            added=made.added,
+            added=added,
             identity=identity_of(f"{self._name} in call {call_number()}", description),
             uneven=call.uneven,
             connection=agreement.connection,
@@ -387,6 +389,7 @@ class StepCompiler:
         """Initialize state, make it equal on all ranks, and split it."""
         initialize(state, *seeds)
         turn.is_distributing = True
+        master_copies.put_back(call, program)
         call.replaced = state.replaced
         commit(state, program.units)
         make_kept_equal(captured.carried, call)

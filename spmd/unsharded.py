@@ -29,6 +29,7 @@ from ._torch import (
 from .annotations import contract
 from .deferral.pending import finish_pending
 from .ranks.world import describe
+from .state import master_copies
 from .state.background_reads import READS
 from .state.distribute import as_dtensor, part_of
 
@@ -210,7 +211,9 @@ def _groups(entries: Sequence[_Entry]) -> Sequence[Any]:
 def _show(entries: Sequence[_Entry], has_whole: bool, offload_to_cpu: bool, with_grads: bool) -> None:
     """Gather all tensors, one after the other, and put the whole ones in their places where this rank has them."""
     for entry in entries:
-        whole, gradient = _gathered(entry.live, offload_to_cpu), entry.live.grad
+        exact = master_copies.exact(entry.live)
+        whole = _gathered(entry.live if exact is None else exact, offload_to_cpu)
+        gradient = entry.live.grad
         whole_gradient = _gathered(gradient, offload_to_cpu) if with_grads and gradient is not None else None
         if has_whole:
             is_parameter = isinstance(entry.live, nn.Parameter)
@@ -233,6 +236,7 @@ def _write_back(entry: _Entry, groups: Sequence[Any], with_grads: bool) -> None:
     """Write this rank's part of the whole tensor; with ``groups``, of that of the first rank of each."""
     with torch.no_grad():
         local_tensor(entry.live).copy_(_part(entry.live, entry.whole, groups))
+        master_copies.take(entry.live)
         if with_grads and isinstance(entry.live, nn.Parameter):
             gradient = entry.whole.grad if entry.whole is not None else None
             exists = torch.tensor(int(gradient is not None), device=local_tensor(entry.live).device)

@@ -11,12 +11,12 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum, auto
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from .._torch import SYMBOLIC_FUNCTIONS, OpOverload, c10d, has_kernel, is_composite
-from ..runtime import ctc_loss, host_memory, message_collectives, rooms
+from ..runtime import ctc_loss, host_memory, master_copies, message_collectives, rooms
 from ..runtime.collective_ops import NAMESPACE
 from ..runtime.random import draw
 from .region import Island, Region
@@ -91,7 +91,7 @@ def find(name: str) -> OpOverload | None:
 
 
 # Namespaces whose schemas can be relied on: torch's, and those of our own ops.
-_OURS = {NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE, rooms.NAMESPACE}
+_OURS = {NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE, master_copies.NAMESPACE, rooms.NAMESPACE}
 _DECLARING = {"aten", "prims", "_c10d_functional", *_OURS}
 
 _LISTED: Mapping[Trait, Sequence[Any]] = {
@@ -145,6 +145,7 @@ _LISTED: Mapping[Trait, Sequence[Any]] = {
         c10d.all_gather_into_tensor.default,
         c10d.all_to_all_single.default,
         c10d.reduce_scatter_tensor.default,
+        master_copies.current,
     ),
     Trait.KEEPS_CONTIGUOUS: (
         operator.getitem,
@@ -307,6 +308,8 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 @cache
 def in_place_variant(op: OpOverload) -> OpOverload | None:
     """The op that takes what ``op`` takes and writes the result to the first argument, and only that; or None."""
+    if op is master_copies.current:
+        return cast(OpOverload, master_copies.current_)
     other = find(f"{schema(op).name}_.{schema(op).overload}") if op.namespace == "aten" else None
     if other is None or torch.Tag.inplace_view in other.tags:  # that one changes the view, not the elements
         return None

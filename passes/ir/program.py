@@ -92,7 +92,8 @@ class Input:
     that optimizer state or a gradient belongs to. ``in_place`` says that the graph itself writes the update into it.
     ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several. ``memory``:
     where it lives; the update of what lives on the host is computed there. ``numbers``: the names of those of a call
-    that it brings to the device, if it does; its memory is then the same at every call.
+    that it brings to the device, if it does; its memory is then the same at every call. ``wire``: the dtype in which
+    ranks sent what they hold of a parameter, if this is a master copy of it.
     """
 
     role: Role
@@ -105,6 +106,7 @@ class Input:
     parts: tuple[Part, ...] = ()
     memory: Memory = Memory.DEVICE
     numbers: tuple[str, ...] = ()
+    wire: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ class Role(StrEnum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     OPTIMIZER_STATE = "optimizer state"
+    MASTER = "master copy"  # a rank's exact part of a parameter that all ranks hold rounded
     GRADIENT = "gradient"  # as an input: a ``.grad`` kept across calls
     SCALER = "scaler state"  # of a GradScaler
     HYPER_PARAMETER = "hyper-parameter"
@@ -36,7 +37,7 @@ class Role(StrEnum):
         return self in (Role.ACCUMULATOR, Role.GATHERED)
 
 
-_STATE = {Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE, Role.GRADIENT, Role.SCALER}
+_STATE = {Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE, Role.MASTER, Role.GRADIENT, Role.SCALER}
 
 
 class AxisRole(StrEnum):

@@ -24,14 +24,17 @@ from passes.ir.origin import Origin
 from passes.ir.region import Island
 from passes.ir.roles import Phase
 from passes.ir.schemas import position_of
-from passes.runtime import arena, collective_ops, ctc_loss, host_memory, random, rooms
+from passes.runtime import arena, collective_ops, ctc_loss, host_memory, master_copies, random, rooms
 
 from .._torch import FakeTensorMode, LazyGraphModule, OpOverload
 from ..partitioner.assignment import Assignment
 from ..placements import ByGroup, Dealt, Interleaved, Mirrored, OwnOrder
 from .not_cached import NotCachedError
 
-_OURS = (collective_ops.NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE, rooms.NAMESPACE)
+_OURS = (
+    *(collective_ops.NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE),
+    *(master_copies.NAMESPACE, rooms.NAMESPACE),
+)
 _NAMESPACES = {"aten", "prims", "profiler", "_c10d_functional", "spmd", *_OURS}  # of ops that a program may call
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(arena.reserve, arena.view_at, arena.whole, random.draw, random.draw_from_tensor),
@@ -314,7 +317,7 @@ class _Reader:
     def input(self, data: Mapping[str, Any]) -> Input:
         parts = [Part(self.input(each), offset, tuple(shape)) for each, offset, shape in data["parts"]]
         own = {"memory": Memory(data["memory"]), "numbers": tuple(data["numbers"]), "parts": tuple(parts)}
-        return Input(**{**_read_declared(data), **own})
+        return Input(**{**_read_declared(data), **own, "wire": scalar_from_data(data["wire"])})
 
     def output(self, data: Mapping[str, Any]) -> Output:
         return Output(**{**_read_declared(data), "kind": OutputKind(data["kind"])})
@@ -335,6 +338,7 @@ def _assigned(assignment: Any) -> str | None:
 def _input(declared: Input) -> dict[str, Any]:
     found = {each.name: getattr(declared, each.name) for each in fields(declared)}
     found["parts"] = [[_input(part.input), part.offset, part.shape] for part in declared.parts]
+    found["wire"] = scalar_to_data(declared.wire)
     return _declared(found)
 
 

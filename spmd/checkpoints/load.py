@@ -16,6 +16,7 @@ from ..call.rng import set_rng_state
 from ..call.state import Arguments
 from ..deferral.pending import finish_pending
 from ..ranks.failures import StateIs
+from ..state import master_copies
 from .background import wait_for_last
 from .fit import check_fit
 from .folders import foreign_files, newest, path_of
@@ -121,6 +122,8 @@ class _Load:
         loaded, given = self.targets.trees, self.objects.given
         for name, module in self.objects.modules.items():
             module.load_state_dict(loaded[name])
+        for parameter in self.objects.parameters.values():
+            master_copies.take(parameter)
         for name, optimizer in self.objects.optimizers.items():
             load_optimizer(optimizer, loaded[name], self.objects.groups[name])
         for name, each in given.items():

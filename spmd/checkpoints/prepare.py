@@ -16,6 +16,7 @@ from passes.ir.program import is_sharded
 
 from .._torch import local_tensor
 from ..ranks.world import describe as describe_mesh
+from ..state import master_copies
 from ..state.background_reads import span_of
 from ..state.bound_programs import bound_spans
 from ..state.distribute import as_dtensor, part_of
@@ -91,7 +92,7 @@ def _read(state: Mapping[str, Any]) -> Prepared:
         trees[name], found = divide(tree, name, objects.ties)
         tensors |= found
     check(trees)
-    tensors |= _exact_parts(objects, tensors)
+    tensors |= _updated_parts(objects, tensors)
     of_optimizers = tuple(f"{name}." for name in objects.optimizers)
     trained = [name for name in tensors if name in objects.parameters or name.startswith(of_optimizers)]
     return Prepared(tensors, objects.ties, trees, frozenset(trained), _live({name: tensors[name] for name in trained}))
@@ -112,15 +113,16 @@ def _live(trained: Mapping[str, torch.Tensor]) -> frozenset[str]:
     return frozenset(name for name, tensor in trained.items() if is_live(local_tensor(tensor)))
 
 
-def _exact_parts(objects: Objects, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Parameters of which each rank updates a part, as its state is split: of a whole copy, that part is exact.
+def _updated_parts(objects: Objects, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters that each rank has whole and updates a part of, as its state is split: each rank saves its part.
 
-    The other parts of the copy are what other ranks sent, maybe rounded (``gather_dtype``).
+    Of what ranks hold rounded (``gather_dtype``), these are the exact values.
     """
-    found: dict[str, torch.Tensor] = {}
+    exact = {name: master_copies.exact(p) for name, p in objects.parameters.items() if name in tensors}
+    found: dict[str, torch.Tensor] = {name: parts for name, parts in exact.items() if parts is not None}
     for optimizer in objects.optimizers.values():
         for name, parameter in objects.parameters.items():
-            if isinstance(parameter, DTensor) or name not in tensors:
+            if isinstance(parameter, DTensor) or name not in tensors or name in found:
                 continue
             for each in optimizer.state.get(parameter, {}).values():
                 if isinstance(each, DTensor) and each.shape == parameter.shape and is_sharded(tuple(each.placements)):

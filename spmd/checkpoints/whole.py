@@ -9,11 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from passes.ir.program import is_sharded
-
 from .._torch import tree_map
 from ..deferral.pending import finish_pending
-from .prepare import part_like
+from ..state import master_copies
 
 
 def state_dict(model: nn.Module, *optimizers: Optimizer, full: bool = True) -> Any:
@@ -30,12 +28,9 @@ def state_dict(model: nn.Module, *optimizers: Optimizer, full: bool = True) -> A
     finish_pending()
     states = [model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
     if full:
-        exact = _exact_parts(model, optimizers)
-        states[0] |= {
-            name: exact[id(p)]
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if id(p) in exact and name in states[0]
-        }
+        named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in states[0]}
+        exact = {name: master_copies.exact(p) for name, p in named.items()}
+        states[0] |= {name: parts for name, parts in exact.items() if parts is not None}
         states = [tree_map(_whole, state) for state in states]
     return states[0] if not optimizers else tuple(states)
 
@@ -45,15 +40,3 @@ def _whole(leaf: Any) -> Any:
         return leaf
     found = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
     return found.detach().cpu().clone()
-
-
-def _exact_parts(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[int, DTensor]:
-    """Parts of whole parameters, by their ids, that ranks update in parts: those of the others may be rounded."""
-    return {
-        id(parameter): part_like(parameter.detach(), each)
-        for parameter in model.parameters()
-        for optimizer in optimizers
-        for each in optimizer.state.get(parameter, {}).values()
-        if not isinstance(parameter, DTensor) and isinstance(each, DTensor)
-        if each.shape == parameter.shape and is_sharded(tuple(each.placements))
-    }

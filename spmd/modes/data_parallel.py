@@ -121,8 +121,10 @@ class DataParallel(PlannedMode):
     ``reduce_dtype``: reduce gradients in this dtype, and cast the sums back; a wider one than theirs sums exactly.
     ``gather_dtype``: gather parameters in this dtype, which must be narrower than that of some parameter. None by
     default, because a narrower dtype rounds: each rank's share of a gradient, and the sums; and the gathered parameters
-    that forward and backward read, while updates use exact parts. With ``shard_optimizer`` a rank's own part is exact
-    in ``state_dict``, too, and the other parts are rounded.
+    that forward and backward read, while updates use exact parts. With ``shard_optimizer`` the model holds what was
+    gathered, equal on all ranks, and each rank keeps a master copy of the parts that it updates: ``spmd.save``,
+    ``spmd.export``, ``spmd.state_dict`` and ``spmd.unshard`` have the exact values, the model's own ``state_dict`` what
+    it holds. A write to a parameter between calls reaches the master copy.
 
     ``reshard_after_forward``, where parameters are split: True gathers each for forward, and again for backward, so
     that few units are whole at once. False gathers once and keeps parameters whole in between: less traffic, and the

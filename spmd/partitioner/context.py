@@ -14,6 +14,7 @@ from passes import AxisRole, Input, Mesh, OutputKind, PartitionError, Program, R
 from passes.ir.program import Placements, is_even, is_sharded, replicated
 
 from .experts.routes import Routes
+from .masters import master_of
 from .plan import Plan
 from .redistribute import Reason
 
@@ -134,6 +135,14 @@ class Context:
         return {node: o.name for node, o in ends if o.kind is OutputKind.UPDATE and o.name in self.plan.updates}
 
     @cached_property
+    def masters(self) -> dict[str, Input]:
+        """The master copy of each parameter that ranks update in parts and hold rounded, by the parameter's name."""
+        updated = [declared for declared in self.program.inputs if declared.name in self.plan.updates]
+        rounded = [each for each in updated if each.dtype and self.to_gather(each.name).narrows(each.dtype)]
+        wire = self.plan.options.get("gather_dtype")
+        return {each.name: master_of(each, self.plan.updates[each.name], wire) for each in rounded}
+
+    @cached_property
     def differentiated(self) -> frozenset[int]:
         """The numbers of the forward ops whose results have gradients."""
         origins = (node.meta.get("origin") for node in self.program.graph.nodes)
@@ -148,8 +157,7 @@ class Context:
         """The reason to gather a parameter, with the dtype in which that is done."""
         split = self.update_placements[parameter] == self.placements[parameter]
         use = "before use" if split else "after its update"
-        wire = self.plan.options.get("gather_dtype")
-        return Reason(Role.PARAMETER, use, (parameter,), wire, keeps_own=not split)
+        return Reason(Role.PARAMETER, use, (parameter,), self.plan.options.get("gather_dtype"))
 
     def to_reduce(self, parameter: str) -> Reason:
         """The reason to reduce a gradient, with the dtype in which that is done."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from passes.ir.collectives import is_collective, operands
 from passes.ir.ops import Trait, has
 from passes.ir.program import Placements, is_sharded
 
+from ..placements import all_shapes
 from ..rules import rule_of
 from ..rules.attention import KERNELS
 from ..rules.cat_split import CUTS
@@ -98,6 +100,16 @@ class Diagnostics:
             count = sum(_rounds(node, dtype) for node in sent)
             if count:
                 self._notes[option] = f"{option}={dtype} rounds {count} of {len(sent)} {role}s before they are sent"
+
+    def masters(self) -> None:
+        """Report the exact parts of parameters that a rank keeps beside what all ranks hold."""
+        found, axes = self.context.masters.values(), self.context.mesh.axes
+        sizes = [prod(all_shapes(m.shape, m.placement, axes)[0]) * m.dtype.itemsize for m in found if m.dtype]
+        if sizes:
+            self._notes["masters"] = (
+                f"each rank keeps the parts of {len(sizes)} parameters that it updates exact ({sum(sizes)} bytes), "
+                "beside what ranks sent each other of them, which the model holds"
+            )
 
     def all(self) -> list[str]:
         """All notes, once the walk is over; none on what would be gathered where there is one rank."""

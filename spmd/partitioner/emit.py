@@ -43,9 +43,9 @@ class Emitter:
         self._layouts = Layouts()
         self._unsure: set[fx.Node] = set()  # their strides may differ from those of their fakes
 
-    def placeholder(self, node: fx.Node, placement: Placements | None) -> fx.Node:
+    def placeholder(self, node: fx.Node, placement: Placements | None, prefix: str = "") -> fx.Node:
         """Emit the input that ``node`` is, with this rank's part of it; without a placement it is a number."""
-        new, val = self.graph.placeholder(node.name), node.meta["val"]
+        new, val = self.graph.placeholder(f"{prefix}{node.name}"), node.meta["val"]
         new.meta = {**carried(node, Relation.SHARE), "val": val}
         if placement is not None:
             new.meta |= {"val": _local(val, placement, self.mesh), "placement": placement}

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from passes import Axis, Collective, Kind, Role
 from passes.ir.collectives import WAIT, c10d
 from passes.ir.program import Placements, is_sharded
+from passes.runtime.master_copies import current
 
 from ..placements import OwnRows
 from ..rules import localize_of
@@ -47,6 +48,15 @@ class OpEmitter(Emitter):
         new.meta["placement"] = placement
         new.meta["numbers"] = "counted from zero"  # on the first rank they are those of its part, too
         self.mark(new, (value.shape, placement))
+        return new
+
+    def current(
+        self, node: fx.Node, master: fx.Node, part: fx.Node, wire: torch.dtype, placed: tuple[Any, Placements]
+    ) -> fx.Node:
+        """Emit, for the op of ``node``, the exact values of a part of a parameter that is held rounded."""
+        new = self.call(current, (master, part, wire), {}, like=node)
+        new.meta["placement"] = placed[1]
+        self.mark(new, placed)
         return new
 
     def mark_parts(self, parameter: str, context: Context, given: Value, updated: Value) -> None:

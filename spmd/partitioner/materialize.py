@@ -38,7 +38,10 @@ from .values import Value, leaves
 
 @dataclass
 class Materializer:
-    """Materializes values in placements. ``values``: the nodes visited so far; ``moves``: those of their operands."""
+    """Materializes values in placements. ``values``: the nodes visited so far; ``moves``: those of their operands.
+
+    ``masters``: what holds the master copy of a parameter, until its first update reads that.
+    """
 
     calls: Calls
     parameters: Parameters
@@ -46,6 +49,7 @@ class Materializer:
     diagnostics: Diagnostics | None
     values: dict[fx.Node, Any] = field(default_factory=dict)
     moves: dict[fx.Node, Sequence[Move]] = field(default_factory=dict)
+    masters: dict[fx.Node, Any] = field(default_factory=dict)
     _gathered: dict[tuple[fx.Node, Placements], Value] = field(default_factory=dict)
 
     @property
@@ -78,8 +82,7 @@ class Materializer:
                 self.move(value, move, self.context.to_reduce(self.context.complete_gradients[node]))
                 return value
             case MoveKind.PART:
-                reason = Reason(value=str(Role.PARAMETER), use="for its update")
-                held, batch = self.materialize(value, placement, reason), frozenset[int]()
+                held, batch = self._own_part(node, move, value), frozenset[int]()
                 return replace(value, primary=placement, nodes={placement: held}, batch=batch)
             case MoveKind.HEADS:
                 held = self.materialize(value, placement, reasons.for_operand(value.source, node, self.context))
@@ -96,6 +99,16 @@ class Materializer:
         elif move.kind is MoveKind.ROWS:
             value.batch |= {k for k, p in enumerate(move.placement) if p != before[k]}
 
+    def _own_part(self, node: fx.Node, move: Move, value: Value) -> Any:
+        """The part of a parameter that this rank updates, exact; at first it is that of its master copy."""
+        reason = Reason(value=str(Role.PARAMETER), use="for its update")
+        part = self.materialize(value, move.placement, reason)
+        master = self.masters.pop(self._operand_node(node, move), None)
+        if master is not None:
+            wire, placed = self.context.plan.options["gather_dtype"], (value.shape, move.placement)
+            value.nodes[move.placement] = self.emitter.current(node, master, part, wire, placed)
+        return value.nodes[move.placement]
+
     def _operand_node(self, node: fx.Node, move: Move) -> fx.Node:
         """The global node of the operand that a move brings."""
         return [leaf for leaf in leaves(node) if isinstance(self.values[leaf], Value)][move.index]
@@ -107,7 +120,7 @@ class Materializer:
             assert name is not None
             reason = self.context.to_gather(name)
             # A parameter that is rounded to be gathered is read here, but an update must not find it among the nodes.
-            source = value if reason.wire is None or reason.keeps_own else replace(value, nodes=dict(value.nodes))
+            source = value if reason.wire is None else replace(value, nodes=dict(value.nodes))
             nodes = {placement: self.materialize(source, placement, reason)}
             gathered = Value(parameter, value.shape, value.dtype, placement, nodes, is_weight=True)
             self._gathered[parameter, placement] = gathered

@@ -46,6 +46,7 @@ def emit(problem: Problem, given: Assignment) -> Program:
     emitted = _written(problem, emitter, *greedy.run())
     _note_captured(program.graph, greedy.walk)
     diagnostics.rounded(emitter.graph)
+    diagnostics.masters()
     emitted = replace(emitted, notes=[*program.notes, *diagnostics.all()], assignment=greedy.assignment)
     offload(emitted, context.plan)
     return emitted

@@ -73,5 +73,5 @@ class Plan:
         """Where an input lives, or the state that an output updates or makes. Only parameters are pinned."""
         if declared.role is Role.PARAMETER:
             return self.memory.get(declared.name, Memory.DEVICE)
-        follows = declared.role in (Role.OPTIMIZER_STATE, Role.GRADIENT) and declared.of in self.memory
+        follows = declared.role in (Role.OPTIMIZER_STATE, Role.MASTER, Role.GRADIENT) and declared.of in self.memory
         return Memory.HOST if follows else Memory.DEVICE

@@ -35,15 +35,13 @@ class Reason:
 
     ``value`` names what is moved, where its role says too little; ``use`` ends the text: "for mm at model.up".
     ``wire``: the dtype in which it is sent, where that is narrower than the value's; a gradient is summed in it also
-    where it is wider. ``keeps_own``: after a gather in
-    that dtype, a rank's own part is put back unrounded. ``reader``: the op of the global graph that reads the value.
+    where it is wider. ``reader``: the op of the global graph that reads the value.
     """
 
     role: Role = Role.ACTIVATION
     use: str = ""
     of: tuple[str, ...] = ()
     wire: torch.dtype | None = None
-    keeps_own: bool = False
     value: str = ""
     reader: fx.Node | None = None
 
@@ -199,18 +197,14 @@ class Redistribution:
         most = math.prod(self._longest(whole))
         return self._collective(Kind.ALL_REDUCE, axis, c10d.all_reduce.default, (node, op, axis.group), most, op)
 
-    def _all_gather(self, own: fx.Node, axis: Axis, cut: _Cut) -> fx.Node:
-        node = self._pad(own, cut, -(-cut.size // axis.size))
+    def _all_gather(self, node: fx.Node, axis: Axis, cut: _Cut) -> fx.Node:
+        node = self._pad(node, cut, -(-cut.size // axis.size))
         node = self.emit(aten.contiguous.default, (node,))
         part = list(node.meta["val"].shape)
         arguments, most = (node, axis.size, axis.group), self._most(axis, cut)
         node = self._collective(Kind.ALL_GATHER, axis, c10d.all_gather_into_tensor.default, arguments, most)
         node = self._side_by_side(node, axis, cut.dim, part)
-        node = node if cut.even else self.emit(aten.slice.Tensor, (node, cut.dim, 0, cut.size))
-        if not (self.reason.keeps_own and self.reason.narrows(own.meta["val"].dtype)):
-            return node
-        start, length = chunk(cut.size, axis.size, axis.coordinate)
-        return self.emit(aten.slice_scatter.default, (node, own, cut.dim, start, start + length))
+        return node if cut.even else self.emit(aten.slice.Tensor, (node, cut.dim, 0, cut.size))
 
     def _reduce_scatter(self, node: fx.Node, axis: Axis, cut: _Cut) -> fx.Node:
         part = -(-cut.size // axis.size)

@@ -57,7 +57,7 @@ class Tally:
     mesh: Mesh
     steps: list[Step] = field(default_factory=list)
 
-    def placeholder(self, node: fx.Node, placement: Placements | None) -> Step:
+    def placeholder(self, node: fx.Node, placement: Placements | None, prefix: str = "") -> Step:
         """An input."""
         return self._add(Step())
 
@@ -86,6 +86,10 @@ class Tally:
         sent = tuple(traffic(value.shape, dtype.itemsize, source, placement, self.mesh))
         seconds = total_cost(source, placement, value.nbytes, self.mesh)
         return self._add(Step((value.nodes[source],), False, sent, seconds))
+
+    def current(self, node: fx.Node, master: Step, part: Step, *options: Any) -> Step:
+        """A part of a parameter, exact."""
+        return self._add(Step((master, part)))
 
     def mark_parts(self, parameter: str, context: Context, given: Value, updated: Value) -> None:
         """Steps have no marks."""

@@ -28,6 +28,7 @@ from .calls import Calls
 from .diagnostics import Diagnostics
 from .emit_op import OpEmitter
 from .experts.own_order import splits_tokens
+from .masters import update_of
 from .materialize import Materializer
 from .parameters import Parameters
 from .redistribute import Reason
@@ -58,6 +59,7 @@ class Walk:
         self.calls, self.context, self.diagnostics = calls, calls.context, diagnostics
         self.emitter, self.values = emitter, dict[fx.Node, Any]()
         self.ruled = set[Any]()  # ops that have a rule
+        self._new_masters = dict[str, Any]()  # what holds them, by the name of the parameter
         self.parameters = Parameters(self.context, self.values)
         self.materializer = Materializer(calls, self.parameters, emitter, diagnostics, self.values)
 
@@ -67,6 +69,7 @@ class Walk:
         if isinstance(self.emitter, OpEmitter):
             self.emitter.own.source = self._whole
         inputs = [self._input(node, declared) for node, declared in self.context.inputs.items()]
+        inputs += [self._master(name, declared) for name, declared in self.context.masters.items()]
         self._cut_arguments()
         for node in self.context.routes.order:
             if node.op == "call_function":
@@ -88,6 +91,12 @@ class Walk:
         batch = frozenset(range(len(placement))) if declared.role is Role.BATCH else frozenset[int]()
         self.values[node] = Value.of(node, val, placement, held, batch, is_weight=declared.role is Role.PARAMETER)
         return replace(declared, placement=placement)
+
+    def _master(self, parameter: str, declared: Input) -> Input:
+        """The input that is the master copy of a parameter."""
+        node = self.context.node_of[parameter]
+        self.materializer.masters[node] = self.emitter.placeholder(node, declared.placement, "master_")
+        return declared
 
     def _whole(self, name: str) -> Any:
         """What holds a node that says whose rows are whose: whole, or of the rows that ranks sort by themselves."""
@@ -190,19 +199,28 @@ class Walk:
                 parameter = self.context.updated_in_parts[node]
                 reason = self.context.to_gather(parameter)
                 self.emitter.mark_parts(parameter, self.context, self.values[self.context.node_of[parameter]], value)
+                self._keep_master(parameter, value)
             case MoveKind.ROWS:
                 reason = reasons.AFTER_A_CUT
             case _:
                 reason = reasons.for_branches(node, self.context)
         self.materializer.move(value, move, reason)
 
+    def _keep_master(self, parameter: str, value: Value) -> None:
+        """Keep what holds the new master copy of a parameter, before ``value`` is rounded."""
+        if parameter in self.context.masters and parameter not in self._new_masters:
+            placement, reason = self.context.update_placements[parameter], Reason(Role.PARAMETER, "for its master copy")
+            self._new_masters[parameter] = self.materializer.materialize(value, placement, reason)
+
     # Outputs
 
     def _outputs(self) -> tuple[list[Any], list[Output]]:
-        returned, outputs = [], []
+        returned, outputs, updated = [], [], dict[str, Any]()
         program = self.context.program
         for node, output in zip(program.output_values(), program.outputs, strict=True):
             value = self.values[node] if isinstance(node, fx.Node) else node
+            if output.kind is OutputKind.UPDATE:
+                updated[output.name] = value
             if isinstance(value, Value):
                 placement = self.decisions.output(output, value)
                 reason = reasons.for_output(value.source, output, self.context)
@@ -213,6 +231,10 @@ class Walk:
             else:
                 returned.append(value)
                 outputs.append(output)
+        for parameter, declared in self.context.masters.items():
+            self._keep_master(parameter, updated[parameter])
+            returned.append(self._new_masters[parameter])
+            outputs.append(update_of(declared))
         return returned, outputs
 
 

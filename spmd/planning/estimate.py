@@ -37,12 +37,14 @@ class State:
     """Bytes for each number of a model: of itself, of its gradient, and of what only updates read.
 
     They are means: where a part of a model is frozen, gradients have less. ``gathered``: as it is sent, if narrower.
+    ``master``: of its exact copy, where ranks that update parts of a model hold what was sent.
     """
 
     weight: float = 2
     gradient: float = 4
     optimizer: float = 12
     gathered: float | None = None
+    master: float = 0.0
 
     @property
     def sent(self) -> float:
@@ -468,8 +470,9 @@ class _Step:
             "gathered": 0.0 if is_whole else self._gathered(rank),
             "activations": activations,
         }
-        if layout.style == "shard_optimizer" and layout.shards > 1 and not software.in_place:
-            used["gathered"] = self._numbers(rank) * state.sent
+        if layout.style == "shard_optimizer" and layout.shards > 1:
+            used["optimizer"] += self._divided(layout.shards, rank) * state.master
+            used["gathered"] = 0.0 if software.in_place else self._numbers(rank) * state.sent
         return used | {"allocator": sum(used.values()) * self.machine.constants.reserved}
 
     def _most_of_backward(self, rank: _Part, part: int, activations: float) -> tuple[float, float]:

@@ -265,11 +265,13 @@ def _state(local: Program, given: DataParallel, counts: Mapping[str, int]) -> St
     count = total((name, shape, 1) for name, shape, _ in parameters) or 1
     policy = given.mp_policy.param_dtype if given.mp_policy is not None else None
     narrow = given.wire.gather_dtype or policy
+    weight, wire = total(parameters) / count, given.wire.gather_dtype
     return State(
-        total(parameters) / count,
+        weight,
         total(each for each in parameters if each[0] in changed) / count,
         total([*held, *((o.of, o.shape, _size(o.dtype)) for o in made)]) / count,
         _size(narrow) if narrow is not None else None,
+        weight if wire is not None and wire.itemsize < weight else 0.0,
     )
 
 

@@ -44,7 +44,7 @@ class Compiled:
     executable: Executable
     device_mesh: DeviceMesh
     make_report: Callable[[], Report]
-    added: dict[str, torch.Tensor]  # state that a transform added, by input name
+    added: dict[str, torch.Tensor]  # state that a transform added, and master copies, by input name
     identity: int  # equal on all ranks that run the same program
     uneven: dict[str, int]  # see ``Call``
     connection: Connection | None  # of the ranks that run it together
@@ -104,12 +104,14 @@ class Compiled:
         self.captured.release()
         self.executable.close()
         self.inputs.release()
+        self.added.clear()
 
     def drop(self) -> None:
         """Let go of state and code: no later call runs the program, though its model may be trained by others."""
         self.captured.release()
         self.executable.close_code()
         self.inputs.release()
+        self.added.clear()
 
     @property
     def is_of_one_size(self) -> bool:

@@ -38,7 +38,7 @@ class Inputs:
     """All values of a call in one list, and the position of each input of the program in it, found once.
 
     ``names``: of the tensor arguments, and ``written`` the positions of those that the program writes to.
-    ``draws``: whether the program takes a seed. ``added``: the state that a transform added, by input name.
+    ``draws``: whether the program takes a seed. ``added``: state that a transform added, and master copies, by name.
     """
 
     def __init__(self, program: Program, captured: Captured, guards: Guards, added: dict[str, torch.Tensor]) -> None:

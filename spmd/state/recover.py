@@ -18,6 +18,7 @@ from ..call.state import Slot
 from ..ranks.connection import Connection, connect
 from ..ranks.consensus import MeshRanks, agree_on_program, identity_of, notifying, standing_of
 from ..ranks.standing import Standing, StateError
+from . import master_copies
 from .equal_on_ranks import broadcast_along
 
 
@@ -47,6 +48,8 @@ def recover(call: Call, ranks: MeshRanks, what: str, is_edited: bool = False) ->
     with torch.no_grad():
         for slot in slots:
             _copy(slot, call, source)
+    for slot in slots:
+        master_copies.take(slot.get())
     _copy_numbers(call, connection, source, what)
     connection.standing.restore(updates)
     allow_all(call.given)

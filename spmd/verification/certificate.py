@@ -10,7 +10,7 @@ captured one's part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -160,7 +160,8 @@ class Certification:
             each = [self.input_of(Input(declared.role, name), wholes, program) for name in declared.numbers]
             assert declared.dtype is not None, "numbers on the device have a dtype"
             return symbols.elements(torch.stack(list(map(symbols.symbol, each))), symbols.mark_of(declared.dtype))
-        whole = wholes.get(declared.name, torch.tensor(symbols.key("input", declared.name)))
+        name = declared.of if declared.role is Role.MASTER else declared.name
+        whole = wholes.get(name or "", torch.tensor(symbols.key("input", declared.name)))
         is_number = not isinstance(whole, Tensor) or whole.dtype != torch.complex128
         return whole if is_number else part_of(whole, declared.placement, program.mesh).clone()
 
@@ -229,7 +230,7 @@ class Certification:
         after = values_after(program, inputs, machine.returned)
         if _returned(self.captured) != _returned(program):
             yield self.not_shown("wrong", "", program.output_node, "it returns other values than the step does")
-        for name, value in expected.items():
+        for name, value in _as_held(program.inputs, expected).items():
             if name not in after:
                 yield self.not_shown("wrong", name, program.output_node, "it is no output of the program")
             else:
@@ -389,7 +390,8 @@ class _BundleCertification:
 
     def _outputs(self) -> Certificate:
         certification = next(iter(self.after[0].values()))[0]
-        expected, found = certification.expected(), list[Certificate]()
+        inputs = [i for bundle, _ in self.ranks for program in bundle.programs.values() for i in program.inputs]
+        expected, found = _as_held(inputs, certification.expected()), list[Certificate]()
         for name, value in expected.items():
             own = [after[name] for after in self.after if name in after]
             if not own and value is not certification.wholes().get(name):  # what the step leaves as it is
@@ -415,6 +417,16 @@ def _no_sums(bundle: Bundle, call: str, coordinate: int, micro: MicroBatches, sh
                 mark: Any = symbols.mark_of(declared.dtype) | (0 if is_rows else shares.summed)
                 found.setdefault(declared.name, symbols.elements(held, mark))
     return found | {part: found[rows] for rows, part in micro.whole.items() if rows in found}
+
+
+def _as_held(inputs: Iterable[Input], expected: dict[str, Any]) -> dict[str, Any]:
+    """What ranks have to hold of the values that a step leaves: of parameters with master copies, what is sent."""
+    held = dict(expected)
+    for master in (declared for declared in inputs if declared.role is Role.MASTER and declared.of in expected):
+        assert master.of is not None and master.wire is not None and master.dtype is not None
+        held[master.name] = exact = expected[master.of]
+        held[master.of] = symbols.with_dtype(symbols.with_dtype(exact, master.wire), master.dtype)
+    return held
 
 
 def _first(found: Sequence[Certificate]) -> Certificate:

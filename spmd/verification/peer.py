@@ -16,10 +16,11 @@ from passes import Axis, Input, Mesh, OutputKind, Program, Role, SpmdError
 from passes.ir.micro_batches import in_all_runs
 from passes.ir.numbers import pack
 from passes.ir.program import is_sharded
+from passes.runtime.master_copies import sent
 
 from .._torch import DisableAutocast
 from ..override import transform
-from ..placements import local_shape
+from ..placements import left_to_cut, local_shape
 from ..ranks.simulated import Simulated, standing_for
 from ..running.compiled import Compiled
 from .compared_stages import RankPrograms, after_each, transforms
@@ -87,7 +88,11 @@ class Peer:
         for name, each in declared.items():
             if name in compiled.guards.carried.names:
                 _check_replicated(each)
-            elif name not in self._state and _is_own(each, theirs[name]):
+            elif name in self._state:
+                continue
+            elif each.role is Role.MASTER:
+                self._state[name] = self._master(each, declared[each.of or ""])
+            elif _is_own(each, theirs[name]):
                 self._state[name] = self._first_value(each, _like_others(name, theirs))
         if id(compiled) not in self._programs:
             state = [self._state[each.name] for each in compiled.captured.program.inputs if each.role.is_state]
@@ -111,6 +116,14 @@ class Peer:
                 value = self._state[name] if name in self._state else theirs[declared.name]
                 given.append(_separate(value) if name in carried else value)  # which each rank may write to
         return given
+
+    def _master(self, declared: Input, parameter: Input) -> Tensor:
+        """This rank's master copy of a parameter, which from now on is held as it is sent."""
+        assert declared.wire is not None, "a master copy is of what is sent rounded"
+        held = self._state[parameter.name]
+        self._state[parameter.name] = sent(held, declared.wire)
+        part = part_of(held, left_to_cut(parameter.placement, declared.placement), self.mesh)
+        return part.clone(memory_format=torch.contiguous_format)
 
     def _first_value(self, declared: Input, theirs: Any) -> Any:
         """This rank's part of a value that it has not had so far."""
@@ -145,7 +158,8 @@ class Peer:
 
     def state(self, firsts: dict[str, Held]) -> dict[str, Held]:
         """The state of this rank, as ``SimulatedRank.state``."""
-        self._state = {name: value for name, value in self._state.items() if name in firsts}
+        kept = firsts.keys() | {each.name for each in self.program.inputs if each.role is Role.MASTER}
+        self._state = {name: value for name, value in self._state.items() if name in kept}
         return {
             name: (self._state.get(name, value) if isinstance(value, Tensor) else value, shape, placement)
             for name, (value, shape, placement) in firsts.items()

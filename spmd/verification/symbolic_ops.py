@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from passes.ir.ops import Trait, has, over_lists, with_list_ops
 from passes.ir.schemas import schema
-from passes.runtime import host_memory
+from passes.runtime import host_memory, master_copies
 from passes.runtime.random import draw
 from passes.update.optimizer_kernels import Kernel
 
@@ -56,7 +56,7 @@ def functional(op: Any) -> Any:
     if (
         not isinstance(op, OpOverload)
         or not schema(op).is_mutable
-        or op.namespace not in ("aten", host_memory.NAMESPACE)
+        or op.namespace not in (*_SPACES, master_copies.NAMESPACE)
     ):
         return op
     space = getattr(torch.ops, op.namespace)
@@ -92,6 +92,8 @@ def computed(op: OpOverload) -> Computed | None:
     name, space = schema(op).name, op.namespace
     if is_view(op) or (name in _MOVES and space in _SPACES):
         return moved
+    if space == master_copies.NAMESPACE:
+        return _current
     if space == "aten" and name in attention.COMPUTED:
         return attention.COMPUTED[name]
     if space != "aten" or has(op, Trait.RANDOM):
@@ -147,6 +149,14 @@ def _padded(sizes: Sizes, op: OpOverload, x: Tensor, pads: Sequence[int], value:
     mark |= 0 if dtype is None else symbols.mark_of(dtype)
     padded = torch.where(inside, op(found.contiguous(), pads, 0), outside)
     return [symbols.elements(padded, op(marks.contiguous(), pads, mark))]
+
+
+def _current(sizes: Sizes, op: OpOverload, master: Tensor, held: Tensor, wire: torch.dtype) -> Results:
+    """A master copy, of which the parameter holds what was sent."""
+    own, found = (symbols.pieces(x)[0] for x in (master, held))
+    if not bool((own == found).all()):
+        raise Unknown("it reads a part of a parameter beside the master copy of another one", wrong=True)
+    return [master.clone()]
 
 
 def _filled(sizes: Sizes, op: OpOverload, x: Tensor, value: Any) -> Results:

@@ -311,7 +311,7 @@ class Verification:
         for name, (_, shape, placement) in firsts.items():
             try:
                 parts = [each[name][0] for each in held]
-                wholes[name] = put_together(parts, shape, placement, meshes, self.rounding)
+                wholes[name] = put_together(parts, shape, placement, meshes, rounding=0.0)
             except UnequalReplicasError as error:
                 return wholes, (name, error.difference)
         return wholes, None
@@ -346,10 +346,14 @@ def described(guilty: Guilty, what: str = "") -> dict[str, Any]:
 
 
 def _dtypes(program: Program) -> list[torch.dtype]:
-    """The dtypes that values of forward and backward pass through; of single numbers, those that are sent."""
+    """The dtypes that values of forward and backward pass through; of single numbers, those that are sent.
+
+    And those in which parameters were sent that all ranks hold so.
+    """
     nodes = [node for node in program.graph.nodes if str(node.meta.get("phase", "")) != "update"]
     vals = [(node.meta.get("val"), is_collective(node)) for node in nodes]
-    return [val.dtype for val, is_sent in vals if isinstance(val, Tensor) and (val.ndim or is_sent)]
+    held = [declared.wire for declared in program.inputs if declared.wire is not None]
+    return held + [val.dtype for val, is_sent in vals if isinstance(val, Tensor) and (val.ndim or is_sent)]
 
 
 def _as(value: Any, like: Any) -> Any:

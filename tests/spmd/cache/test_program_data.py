@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 import passes
 import spmd
@@ -39,12 +40,17 @@ def test_a_field_that_is_added_is_read_or_is_named_here(cls: type) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("style", "pipeline"),
-    [("replicate", passes.default()), ("fully_shard", passes.with_islands(passes.default()))],
+    ("style", "options", "pipeline"),
+    [
+        ("replicate", {}, passes.default()),
+        ("replicate", {"shard_optimizer": True, "gather_dtype": torch.float32}, passes.default()),
+        ("fully_shard", {}, passes.with_islands(passes.default())),
+    ],
+    ids=["replicate", "rounded", "fully_shard"],
 )
-def test_programs_are_read_back_as_they_are(style: Any, pipeline: Any) -> None:
+def test_programs_are_read_back_as_they_are(style: Any, options: dict[str, Any], pipeline: Any) -> None:
     with fake_world(2):
-        mode = spmd.DataParallel(style)
+        mode = spmd.DataParallel(style, **options)
         step, _ = compiled_run(0, MLP(optimizer="AdamW"), 1, parallel_mode=mode, passes=pipeline)
         assert bool(islands(step.program.graph)) is (style == "fully_shard")
         for compiled in step._dispatch.programs.all:

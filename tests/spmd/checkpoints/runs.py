@@ -109,6 +109,8 @@ def mode(layout: str, world: int) -> spmd.DataParallel | None:
             return spmd.DataParallel("fully_shard", mesh=mesh, params=TENSOR_PARALLEL)
         case "shard_optimizer":
             return spmd.DataParallel("replicate", shard_optimizer=True)
+        case "rounded":
+            return spmd.DataParallel("replicate", shard_optimizer=True, gather_dtype=torch.bfloat16)
         case "fully_shard":
             reshard = {"kept": False, "kept in pairs": 2, "regathered": True}.get(layout.partition(", ")[2])
             return spmd.DataParallel("fully_shard", reshard_after_forward=reshard)
@@ -154,6 +156,8 @@ class Run:
     def state(self) -> dict[str, Any]:
         """All state by name, whole and as plain tensors."""
         found = {f"model.{name}": whole(value) for name, value in self.model.state_dict().items()}
+        if self.layout == "rounded":
+            found |= {f"exact.{name}": value for name, value in spmd.state_dict(self.model).items()}
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for k, optimizer in enumerate(self.optimizers):
             for group in optimizer.param_groups:

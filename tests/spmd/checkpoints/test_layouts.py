@@ -114,6 +114,8 @@ USUAL_RUNS = (
     ("fully_shard", 2, "SGD", False),
     ("replicate", 2, "Muon", True),
     ("shard_optimizer", 2, "Adam", True),
+    ("rounded", 2, "Adam", True),
+    ("rounded", 3, "SGD", False),
 )
 OTHER_RUNS = [
     (*place, optimizer, is_new)
@@ -228,32 +230,34 @@ def test_each_rank_reads_its_own_bytes(ranks: Ranks, tmp_path: Path) -> None:
     assert max(read for read, _ in found[3]) < min(read for read, _ in found[2]), found
 
 
-def rounded(rank: int, world: int, folder: Path) -> list[torch.Tensor]:
-    """The rows that this rank updates of parameters that are gathered in fewer bits."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 4 * world)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    options = spmd.DataParallel("replicate", shard_optimizer=True, gather_dtype=torch.bfloat16)
-
-    @spmd.compile(parallel_mode=options)
-    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for k in range(2):
-        step(model, optimizer, torch.randn(4, 3, generator=torch.Generator().manual_seed(7 * rank + k)))
-    spmd.save(folder, model=model, optimizer=optimizer)
-    assert not torch.equal(model.weight, model.weight.bfloat16().float())
-    return [parameter.detach()[4 * rank : 4 * rank + 4].clone() for parameter in model.parameters()]
+def rounded(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
+    """Exact parameters of a run whose ranks hold them rounded, once that has trained and was saved in each way."""
+    run = Run("rounded", "SGD")
+    run.train(rank, 0, 3)
+    assert torch.equal(run.model.up.weight, run.model.up.weight.bfloat16().double())
+    spmd.save(folder / "all", **run.objects)
+    spmd.export(folder / "exported", run.model)
+    return spmd.state_dict(run.model)
 
 
-def test_each_row_is_saved_by_the_rank_that_has_it_exactly(ranks: Ranks, tmp_path: Path) -> None:
-    parts = ranks.run(2, rounded, tmp_path)
-    model = torch.nn.Linear(3, 8)
-    spmd.load(tmp_path, model=model)
-    expected = [torch.cat(each) for each in zip(*parts, strict=True)]
-    assert unequal(dict(zip("wb", expected, strict=True)), {"w": model.weight.data, "b": model.bias.data}) == []
+def read(rank: int, world: int, layout: str, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """The parameters that a run of another layout has after loading these: exact, whether it has trained or not."""
+    fresh, trained = Run(layout, "SGD", seed=1), Run(layout, "SGD", seed=2)
+    if layout != "plain":
+        trained.train(rank, 0, 1)
+    spmd.load(folder / "all", model=fresh.model)
+    spmd.load(folder / "exported", model=trained.model, strict=False)
+    return [spmd.state_dict(fresh.model), spmd.state_dict(trained.model)]
+
+
+def test_what_ranks_hold_rounded_is_saved_exactly(ranks: Ranks, tmp_path: Path) -> None:
+    """By two ranks, and read by one without a process group, and by three, of which each holds what the others send."""
+    expected = ranks.run(2, rounded, tmp_path)
+    assert unequal(expected[0], expected[1]) == []
+    assert not torch.equal(expected[0]["up.weight"], expected[0]["up.weight"].bfloat16().double())
+    for layout, world in (PLAIN, ("rounded", 3)):
+        got = ranks.run(world, read, layout, tmp_path, process_group=layout != "plain")
+        assert [unequal(expected[0], each) for of_rank in got for each in of_rank] == [[]] * 2 * world
 
 
 def many(rank: int, world: int, folder: Path) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -98,49 +97,36 @@ def test_a_gradient_is_rounded_once_for_each_share_and_sum(ranks: Ranks, world: 
 
 # Parameters: the numbers
 
-Reading = Callable[[Tensor, int, int], Tensor]
-"""What a rank reads, given a parameter as it is, the rank, and their number."""
 
-
-def exact(parameter: Tensor, rank: int, world: int) -> Tensor:
-    """Before the first update nothing has been gathered where every rank has all."""
-    return parameter
-
-
-def rounded(parameter: Tensor, rank: int, world: int) -> Tensor:
-    """What is gathered where parameters are split."""
+def rounded(parameter: Tensor) -> Tensor:
+    """What is gathered."""
     return parameter.to(BF16).to(parameter.dtype)
 
 
-def others_rounded(parameter: Tensor, rank: int, world: int) -> Tensor:
-    """What is gathered where each rank updates a part: its own rows are exact."""
-    parts = list(rounded(parameter, rank, world).chunk(world))
-    parts[rank] = parameter.chunk(world)[rank]
-    return torch.cat(parts)
+def by_hand(case: MLP, world: int, steps: int, in_parts: bool) -> tuple[list[Snapshot], list[Tensor]]:
+    """The run in one process, and its parameters at the end: gradients at what ranks read, updates of exact parameters.
 
-
-def by_hand(case: MLP, rank: int, world: int, steps: int, in_parts: bool) -> list[Snapshot]:
-    """The run in one process, as ``rank`` sees it: gradients at what each rank reads, updates of exact parameters."""
+    Where each rank updates a part, all hold what was gathered.
+    """
     torch.manual_seed(0)
     model, optimizer = case.build()
     seen = []
     for k in range(steps):
-        reading = (exact if k == 0 else others_rounded) if in_parts else rounded
-        loss = sum(share_of(model, case, other, world, k, reading) for other in range(world))
+        loss = sum(share_of(model, case, rank, world, k) for rank in range(world))
         optimizer.step()
         model.zero_grad()
         parameters = values(model)
         if in_parts:
-            put(model, [others_rounded(parameter, rank, world) for parameter in parameters])
+            put(model, [rounded(parameter) for parameter in parameters])
         seen.append(snapshot(loss, (model, optimizer)))
         put(model, parameters)
-    return seen
+    return seen, values(model)
 
 
-def share_of(model: nn.Module, case: MLP, rank: int, world: int, step: int, reading: Reading) -> Tensor:
+def share_of(model: nn.Module, case: MLP, rank: int, world: int, step: int) -> Tensor:
     """A rank's share of the loss; its share of the gradients is added to theirs."""
     parameters = values(model)
-    put(model, [reading(parameter, rank, world) for parameter in parameters])
+    put(model, [rounded(parameter) for parameter in parameters])
     x, y = case.part(rank, step)
     loss = F.mse_loss(model(x), y) / world
     loss.backward()
@@ -158,10 +144,26 @@ def put(model: nn.Module, values: list[Tensor]) -> None:
             parameter.copy_(value)
 
 
-def gathered(rank: int, world: int, case: MLP, mode: dict[str, Any]) -> list[str]:
-    expected = by_hand(case, rank, world, 4, mode.get("shard_optimizer", False))
+@dataclass(frozen=True)
+class Shown(With):
+    """Hands out what it builds."""
+
+    built: list[Any] = field(default_factory=list)
+
+    def build(self) -> tuple[Any, ...]:
+        self.built[:] = super().build()
+        return tuple(self.built)
+
+
+def gathered(rank: int, world: int, optimizer: str, mode: dict[str, Any]) -> list[str]:
+    case = Shown(sizes=(14, 8, 4), optimizer=optimizer)
+    expected, exact = by_hand(case, world, 4, mode.get("shard_optimizer", False))
     _, got = compiled_run(rank, case, 4, parallel_mode=spmd.DataParallel(**mode, gather_dtype=BF16))
-    return all_unequal(expected, got, rank, world)
+    held = [got[-1][f"module[0] {name}"] for name, _ in case.built[0].named_parameters()]
+    assert not mode.get("shard_optimizer") or all(torch.equal(each, rounded(each)) for each in held)
+    states = zip(spmd.state_dict(case.built[0]).values(), exact, strict=True)
+    wrong = [f"parameter {k}" for k, (one, two) in enumerate(states) if not torch.allclose(one, two, 1e-9, 1e-10)]
+    return all_unequal(expected, got, rank, world) + wrong
 
 
 @pytest.mark.parametrize("optimizer, mode", [
@@ -171,8 +173,7 @@ def gathered(rank: int, world: int, case: MLP, mode: dict[str, Any]) -> list[str
     ("Adafactor", IN_PARTS),
 ])  # fmt: skip
 def test_parameters_are_read_rounded_and_updated_exactly(ranks: Ranks, optimizer: str, mode: dict[str, Any]) -> None:
-    case = With(sizes=(14, 8, 4), optimizer=optimizer)
-    assert ranks.run(2, gathered, case, mode) == [[]] * 2
+    assert ranks.run(2, gathered, optimizer, mode) == [[]] * 2
 
 
 # What is sent
@@ -214,6 +215,7 @@ def report_of(case: Normed, **options: Any) -> Any:
 
 BOTH = {"reduce_dtype": BF16, "gather_dtype": FP16}
 COUNT = 6  # parameters of ``Normed``
+EXACT = 8 * (2 * 15 + 2 + 2 + 2 + 8 + 1)  # bytes of a quarter of each
 
 
 @pytest.mark.parametrize("options, narrow", [
@@ -243,6 +245,8 @@ def test_bytes_are_those_of_the_narrow_dtype_and_the_report_lists_rounded_values
     assert narrow.notes == (
         f"reduce_dtype=torch.bfloat16 rounds {COUNT} of {COUNT} gradients before they are sent",
         f"gather_dtype=torch.float16 rounds {COUNT} of {COUNT} parameters before they are sent",
+        f"each rank keeps the parts of {COUNT} parameters that it updates exact ({EXACT} bytes), beside what ranks "
+        "sent each other of them, which the model holds",
     )
 
 

@@ -135,6 +135,14 @@ def test_state_is_divided_as_the_style_says() -> None:
     assert once["gradients"] == 4e8 * 2
 
 
+def test_ranks_that_hold_what_was_sent_keep_their_exact_parts() -> None:
+    rounded = replace(work(), state=replace(work().state, gathered=1, master=2))
+    found = [
+        estimate(rounded, Layout(8, style), machine()) for style in ("replicate", "shard_optimizer", "fully_shard")
+    ]
+    assert [each.memory["optimizer"] for each in found] == [4e8 * 8, 4e8 + 4e8 * 2 / 8, 4e8]
+
+
 def test_a_host_that_launches_slowly_bounds_small_kernels() -> None:
     found = step(Layout(1), launch=1.0)
     assert found.causes["compute"] == pytest.approx(4 * 2 + 2 * 2)  # two launches of each block, and of each end

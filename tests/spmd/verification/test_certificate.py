@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,25 @@ def test_what_is_wrong_is_distinguished_from_what_cannot_be_shown(name: str) -> 
 def test_the_node_is_named() -> None:
     found = certificate("replicate", mutated(reduced_by(Kind.ALL_REDUCE, "max", 2)))
     assert found.outcome == "wrong" and "max" in found.why and "loss.backward()" in found.line
+
+
+@dataclass(frozen=True)
+class Forgets(passes.Pass):
+    """A pass that leaves master copies as they were."""
+
+    def rewrite(self, program: Program) -> int:
+        nodes = {declared.name: node for declared, node in program.values().values()}
+        pairs = zip(program.outputs, program.output_values(), strict=True)
+        values = [nodes[out.name] if out.role is passes.Role.MASTER else value for out, value in pairs]
+        program.set_outputs(values, program.outputs)
+        return 1
+
+
+@pytest.mark.parametrize("pipeline", [None, (Forgets(),)])
+def test_exact_parts_are_shown_beside_what_ranks_hold(pipeline: Any) -> None:
+    mode = spmd.DataParallel(shard_optimizer=True, gather_dtype=torch.float32)
+    found = spmd.certify(spmd.compile(train_step, parallel_mode=mode, passes=pipeline), *arguments(), world=2)
+    assert bool(found) is (pipeline is None) and found.what.startswith("master[" if pipeline else "")
 
 
 def adds(constant: Tensor, lies_in: torch.dtype | None = None) -> Program:
