@@ -15,6 +15,7 @@ import argparse
 import dis
 import sys
 import types
+import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
@@ -189,7 +190,7 @@ class _Search:
         """Whether a value leads to nothing."""
         if isinstance(value, torch.Tensor):
             return id(value) not in self._tensors
-        return value is None or isinstance(value, (str, bytes, int, float))
+        return value is None or type(value) in weakref.ProxyTypes or isinstance(value, (str, bytes, int, float))
 
     def _of_function(self, path: Path, function: types.FunctionType) -> Iterator[Step]:
         """The closure variables of a function, and the globals that its code names."""

@@ -55,6 +55,8 @@ class WeakValues:
         return _Entries(type(value), tuple(value) if isinstance(value, dict) else (), values)
 
     def _is_one(self, value: Any) -> bool:
+        if type(value) in weakref.ProxyTypes:  # weak already
+            return False
         return isinstance(value, OWNERS) or id(value) in self.holders
 
 

@@ -40,6 +40,7 @@ class AttributeReads:
     ) -> None:
         self._noted, self._on_read, self._on_missing = noted, on_read, on_missing
         self._watched: set[type] = set()
+        self._reported: set[tuple[int, str]] = set()  # (id of an object, key) of the reads whose report has not ended
         self._stack = ExitStack()
 
     def __enter__(self) -> AttributeReads:
@@ -66,7 +67,7 @@ class AttributeReads:
 
     def _reporting(self, cls: type) -> Callable[[Any, str], Any]:
         original: Any = cls.__getattribute__
-        noted, on_read = self._noted, self._on_read
+        noted, on_read, reported = self._noted, self._on_read, self._reported
         elsewhere = next((names for base, names in GUARDED_ELSEWHERE.items() if issubclass(cls, base)), set())
 
         def __getattribute__(instance: Any, key: str) -> Any:
@@ -81,10 +82,14 @@ class AttributeReads:
                     if each not in elsewhere:
                         on_read(instance, fields, each)
             elif key not in elsewhere and not (key.startswith("__") and key not in (_fields_of(instance) or ())):
-                fields = _fields_of(instance)
-                if fields is None or (id(fields), key) not in noted:
+                fields, read = _fields_of(instance), (id(instance), key)
+                if (fields is None or (id(fields), key) not in noted) and read not in reported:
                     is_field = fields is not None and key in fields and fields[key] is value
-                    on_read(instance, fields, key)
+                    reported.add(read)  # ``isinstance`` asks an object that stands for another for its class
+                    try:
+                        on_read(instance, fields, key)
+                    finally:
+                        reported.discard(read)
                     if is_field:
                         return fields[key]  # type: ignore[index]  # a fake may have taken the place of state
                     if isinstance(value, CONTAINERS) and _is_held(type(instance), key, value):

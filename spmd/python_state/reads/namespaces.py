@@ -12,8 +12,8 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-# Methods that no operator calls while a step runs, or that the trace itself replaces.
-_NOT_CALLED = {"__init__", "__repr__", "__dir__", "__setstate__", "__del__", "__getattribute__"}
+_REPLACED = {"__getattribute__"}  # by the trace itself
+_NOT_CALLED = {"__init__", "__repr__", "__dir__", "__setstate__", "__del__"}  # by an operator, while a step runs
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class Namespaces:
 
     def _note(self, holder: Any, names: Set[str]) -> None:
         for each in _with_bases(holder):
-            for key in vars(each).keys() & names:
+            for key in (vars(each).keys() & names) - _REPLACED:
                 if not key.startswith("__") or type(vars(each)[key]) is types.FunctionType:
                     self.note(holder, key)
 

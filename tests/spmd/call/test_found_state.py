@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -423,3 +424,16 @@ def test_objects_that_are_called_and_partials() -> None:
             for k in range(1, 4):
                 torch.testing.assert_close(compiled(x), made.net(x).sum() * (before + k))
             assert len(compiled.programs) == 1 and made.steps == before + 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_weak_proxy_of_a_model_is_passed_by() -> None:
+    model = nn.Linear(3, 1)
+    held = SimpleNamespace(model=weakref.proxy(model), scale=2.0)  # as the profilers of Lightning have it
+
+    @spmd.compile()
+    def step(model: nn.Module, x: Tensor) -> None:
+        (model(x).sum() * (held.scale or held.model.scale)).backward()
+
+    step(model, torch.ones(2, 3))
+    assert model.weight.grad is not None and model.weight.grad.tolist() == [[4.0] * 3]

@@ -386,3 +386,34 @@ def test_tensors_stored_by_the_step_are_those_of_the_last_call(monkeypatch: pyte
         assert compiled(torch.full((3,), float(k))) == 9 * k * k
         stored = (trainer.loss, Trainer.last_of_all, vars(helper).pop("loss"))
         assert [type(each) for each in stored] == [Tensor] * 3 and all(each == 3 * k for each in stored)
+
+
+def test_classes_that_hand_out_attributes_themselves_are_watched_like_others() -> None:
+    class Checked:
+        def __init__(self) -> None:
+            self.scale = 2.0
+
+        def __getattribute__(self, key: str) -> Any:
+            return super().__getattribute__(key)
+
+    class Adapter:
+        """Stands for another object, also where it is asked for its class, as accelerate's data loaders."""
+
+        def __init__(self, base: Any) -> None:
+            self.base, self.factor = base, 3.0
+
+        @property
+        def __class__(self) -> Any:
+            return self.base.__class__
+
+    checked, adapter = Checked(), Adapter(Table())
+
+    @spmd.compile()
+    def step(x: Tensor) -> Tensor:
+        return x * checked.scale * adapter.factor
+
+    for _ in range(2):
+        assert step(torch.ones(2)).tolist() == [6.0, 6.0]
+    assert len(step.programs) == 1
+    checked.scale, adapter.factor = 3.0, 5.0
+    assert step(torch.ones(2)).tolist() == [15.0, 15.0]
