@@ -18,11 +18,15 @@ _SITE = ("site-packages", "dist-packages")
 _PACKAGES = {"torch", "spmd", "passes", "sympy", "mpmath", "numpy", "networkx"}  # torch traces with these
 _PACKAGES |= {"typing_extensions"}  # which torch imports late, while it traces
 _OURS = tuple(f"{path.absolute()}{os.sep}" for path in (Path(__file__).parents[1], Path(passes.__file__).parent))
+_LOOPS = "spmd.integrations"  # our classes that a user's step computes with: to it they are a library's like any other
+_LOOPS_FOLDER = f"{_OURS[0]}integrations{os.sep}"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def is_foreign_file(filename: str) -> bool:
     """Whether a file is Python's, torch's or ours, so that its globals are no settings of the user's."""
+    if filename.startswith(_LOOPS_FOLDER):
+        return False
     if filename.startswith((_TORCH, *_OURS, "<")):
         return not filename.startswith(("<stdin", "<ipython"))
     for site in _SITE:
@@ -67,4 +71,5 @@ def is_library_file(filename: str) -> bool:
 def is_foreign_module(name: str) -> bool:
     """The same by the full name of a module."""
     root = name.partition(".")[0]
-    return root in _PACKAGES or root in sys.stdlib_module_names
+    is_loop = f"{name}.".startswith(f"{_LOOPS}.")
+    return (root in _PACKAGES and not is_loop) or root in sys.stdlib_module_names

@@ -95,8 +95,9 @@ def user_locations(traceback: TracebackType | None) -> list[tuple[str, int]]:
     own: tuple[str, int] | None = None
     innermost: tuple[str, int] | None = None
     while traceback is not None:
-        if not is_foreign_frame(traceback.tb_frame):
-            innermost = (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+        file = traceback.tb_frame.f_code.co_filename
+        if not (is_foreign_frame(traceback.tb_frame) or file.startswith(_INTERNAL)):
+            innermost = (file, traceback.tb_lineno)
             own = own if is_library_file(innermost[0]) else innermost
         traceback = traceback.tb_next
     return list(dict.fromkeys(each for each in (own, innermost) if each is not None))
