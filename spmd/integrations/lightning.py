@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.fabric
@@ -21,6 +21,7 @@ from ..checkpoints.whole import state_dict
 from ..decorator import compile
 from ..interpreter.source_lines import warn_user
 from ..unsharded import unshard
+from .uncompiled import check_compiled
 
 _WITHIN = """backward on_before_backward on_after_backward on_before_optimizer_step on_before_zero_grad
 optimizer_zero_grad configure_gradient_clipping""".split()  # hooks at moments that lie within the compiled step
@@ -34,7 +35,11 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     update are one program; no model is wrapped. What ``training_step`` logs is that of all ranks' rows; so is what
     evaluation logs with ``sync_dist=True``, and without it a warning says that it is not. Schedulers, callbacks,
     loggers, evaluation, checkpoints and ``ckpt_path=`` work as ever: files hold whole tensors, so that any strategy,
-    mode or number of ranks reads them. With manual optimization, compile your own methods.
+    mode or number of ranks reads them.
+
+    With manual optimization, compile a method of your own that has forward, ``manual_backward`` and the update. On more
+    than one rank, ``manual_backward`` outside of a compiled step raises ``SpmdError``: nothing would average the
+    gradients. A bare ``loss.backward()`` cannot be seen, and ranks that call it train apart.
 
     To compute with the model after ``fit``, enter ``with spmd.unshard(model):`` on all ranks. Raises ``ValueError`` for
     ``precision="16-mixed"``, whose scaler would stay outside of the step, where the module or a callback has a hook at
@@ -79,6 +84,11 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             return closure()
         finally:
             self._updates = False
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward of manual optimization. Raises ``SpmdError`` outside of a compiled step, on many ranks."""
+        check_compiled("self.manual_backward", self.world_size, "self.step = spmd.compile(self.step)")
+        return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[no-any-return]
 
     def training_step(self, batch: Any, *batch_idx: int) -> Any:
         """Run one compiled step, and log what it has logged; returns what ``training_step`` returned."""
@@ -134,9 +144,13 @@ class Fabric(lightning.fabric.Fabric):  # type: ignore[misc]
 
     ``setup`` moves models to the device, and returns them and their optimizers as they are, so that a step may take
     them as arguments. ``launch``, ``setup_dataloaders``, ``print``, ``all_reduce`` and loggers work as ever.
-    ``backward`` and ``clip_gradients`` may stand in the step. ``save`` writes whole tensors, and ``load`` reads them in
-    any placement; all ranks call them. Raises ``ValueError`` for a precision other than ``"32-true"``: use
-    ``torch.autocast`` in the step, or ``spmd.MixedPrecisionPolicy``.
+    ``backward``, ``clip_gradients`` and ``no_backward_sync`` stand in the step; the last one leaves gradients pending
+    sums (``spmd.no_sync``). ``save`` writes whole tensors, and ``load`` reads them in any placement; all ranks call
+    them.
+
+    On more than one rank, ``backward`` outside of a compiled step raises ``SpmdError``: nothing would average the
+    gradients. A bare ``loss.backward()`` cannot be seen, and ranks that call it train apart. Raises ``ValueError`` for
+    a precision other than ``"32-true"``: use ``torch.autocast`` in the step, or ``spmd.MixedPrecisionPolicy``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -160,8 +174,13 @@ class Fabric(lightning.fabric.Fabric):  # type: ignore[misc]
         return optimizers if len(optimizers) > 1 else optimizers[0]
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Run the backward pass of ``tensor``."""
+        """Run the backward pass of ``tensor``. Raises ``SpmdError`` outside of a compiled step, on many ranks."""
+        check_compiled("fabric.backward", self.world_size)
         tensor.backward(*args, **kwargs)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """Leave gradients of ``module`` pending sums over the ranks, in the compiled step."""
+        return no_sync(module) if enabled and self.world_size > 1 else nullcontext()
 
     def clip_gradients(
         self,

@@ -12,10 +12,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ..annotations.no_sync import no_sync
 from ..checkpoints.load import load
 from ..checkpoints.save import save
 from ..decorator import compile
 from ..unsharded import unshard
+from .uneven import check_even
 
 _STATE = "spmd"  # the folder in a checkpoint of Trainer's that has model, optimizer and scheduler, in parts
 
@@ -28,8 +30,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     mode or number of ranks. The update is a part of the step: ``on_pre_optimizer_step`` comes after it.
 
     To compute with the model outside of the loop (``generate``), enter ``with spmd.unshard(model):`` on all ranks.
-    Raises ``ValueError`` for ``fp16=True``, whose scaler would stay outside of the step, and for ``fsdp=`` and
-    ``deepspeed=``, which place the model themselves.
+    Raises ``ValueError`` for ``fp16=True``, whose scaler would stay outside of the step, for ``fsdp=`` and
+    ``deepspeed=``, which place the model themselves, and for a data loader of which some ranks would get a batch more
+    than others (``accelerator_config={"even_batches": False}``).
     """
 
     def __init__(self, *args: Any, compile_options: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -41,7 +44,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     ' or fp32, and compile_options={"parallel_mode": spmd.DataParallel("fully_shard")}'
                 )
         options = compile_options or {}
-        self._accumulates = compile(self._accumulate, **options)
+        self._accumulates = compile(self._accumulate_pending, **options)
         self._trains = compile(self._train, **options)
         self._norm: Tensor | None = None
 
@@ -54,6 +57,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Create the scheduler; the loop's own update, after the step has updated, does nothing from here on."""
         self.optimizer.step = MethodType(_updated, self.optimizer)
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def get_train_dataloader(self) -> Any:
+        """Make the data loader for training. Raises ``ValueError`` if some ranks would get a batch more than others."""
+        loader = super().get_train_dataloader()
+        check_even(loader, 'TrainingArguments(accelerator_config={"even_batches": True})')
+        return loader
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -70,7 +79,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _items(self, count: Tensor | int | None) -> Tensor | None:
         """The number of items to divide a sum over all ranks by; None for a mean, which the step takes over all."""
-        if count is None or self.current_gradient_accumulation_steps == 1:
+        if count is None:
             return None
         count = torch.as_tensor(count, device=self.args.device)
         if not self.args.average_tokens_across_devices:
@@ -82,11 +91,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         loss = self.compute_loss(model, inputs, num_items_in_batch=count)
         is_scaled = self.loss_is_scaled_for_ga
         if is_scaled is None:
-            is_scaled = count is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+            is_scaled = self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and count is not None)
         if not is_scaled:
             loss = loss / self.current_gradient_accumulation_steps
         loss.backward()
         return loss.detach()  # type: ignore[no-any-return]
+
+    def _accumulate_pending(self, model: nn.Module, inputs: dict[str, Any], count: Tensor | None) -> Tensor:
+        with no_sync(model):
+            return self._accumulate(model, inputs, count)
 
     def _train(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any], count: Tensor | None
