@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from passes import RankMismatchError
+from passes import RankFailedError, RankMismatchError
 
 from .annotations.no_sync import check_no_sync_is_inside
 from .call.call import Call
 from .call.compare_arguments import describe_shapes
 from .call.found import with_found
-from .call.refuse_saves import refusal_of
+from .call.refuse_saves import has_failed, refusal_of
 from .call.rng import describe_seed
 from .call.state import ArgumentReader, Arguments
 from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, inputs_of, restore, splits_of
@@ -98,7 +98,19 @@ class Dispatch:
 
         Where ranks have to compile, or differ, they may have brought unequal numbers of rows: then the batch is cut
         anew (``call/unequal_rows.py``). Ranks that would run one program have equal numbers of them.
+
+        A rank that ended the call before, which failed on another, learns of that here; where the other makes this
+        call by now, they connect anew, and make it together.
         """
+        try:
+            self._begin(turn, args, kwargs)
+        except RankFailedError:
+            if turn.connection is None or not turn.connection.is_awaited():
+                raise
+            vars(turn).update(vars(Turn()))
+            self._begin(turn, args, kwargs)
+
+    def _begin(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._reporting_failure():
             given = self.read(args, kwargs)
             self.fit(turn, given)
@@ -107,7 +119,7 @@ class Dispatch:
             ranks = None if turn.compiled or turn.call is None else self.ranks_of(turn.call)
         assert turn.call is not None
         if ranks:
-            turn.connection = ranks.connect(self.name, *refusal_of(turn.call.given))
+            turn.connection = ranks.connect(self.name, *refusal_of(turn.call.given), has_failed(turn.call.given))
         try:
             self._agree(turn)
         except ProgramsDifferError as error:

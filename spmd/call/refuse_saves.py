@@ -30,7 +30,7 @@ class RefusedSaves:
         owners = list(filter(takes_state_hooks, _owners(given)))
         self._owners = [weakref.ref(owner) for owner in owners]
         self._waiting = {id(owner) for owner in owners}
-        self._is_over = False
+        self.is_over = False
         self._hooks = [hook for owner in owners for hook in self._hook(owner)]
         _all.add(self)
 
@@ -39,9 +39,13 @@ class RefusedSaves:
         owners = [ref() for ref in self._owners if self._hooks and self.why]
         return any(owner is other for owner in owners for other in _owners(given))
 
+    def is_of(self, owners: set[int]) -> bool:
+        """Whether it is about one of the modules and optimizers with these ids."""
+        return any(id(ref()) in owners for ref in self._owners)
+
     def allow(self) -> None:
         """Let state be saved again."""
-        self._is_over = True
+        self.is_over = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -58,9 +62,9 @@ class RefusedSaves:
 
     def _loaded(self, owner: Any, *_: Any) -> None:
         self._waiting.discard(id(owner))
-        if not self._waiting and not self._is_over:
+        if not self._waiting and not self.is_over:
             # The hooks stay: torch calls this one while it iterates over them.
-            self.why, self._is_over = "", True
+            self.why, self.is_over = "", True
             self.standing.restore(0)
 
 
@@ -92,6 +96,12 @@ def refusal_of(given: Arguments) -> tuple[Standing | None, str]:
     found = [refused for refused in list(_all) if refused.concerns(given)]
     first = next((refused for refused in found if refused.partly), found[0] if found else None)
     return (first.standing, first.partly) if first is not None else (None, "")
+
+
+def has_failed(given: Arguments) -> bool:
+    """Whether the last call on the state of this one failed, and that has not been mended since."""
+    owners = set(map(id, _owners(given)))
+    return any(not refused.is_over and refused.is_of(owners) for refused in list(_all))
 
 
 def _owners(given: Arguments) -> list[Any]:

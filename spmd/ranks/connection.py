@@ -35,6 +35,7 @@ from .standing import PARTLY, WAY_OUT, Standing, StateError, check_equal
 from .watched_store import WatchedStore
 from .world import ranks_of_part, restarts
 
+_JOINS, _RAISES = "joins", "raises"  # the ranks that come to a call after their connection was closed
 CONNECTING = 20.0  # seconds for ranks that know the addresses of all others to connect to them
 
 
@@ -50,6 +51,7 @@ class Connection:
         self.standings: list[Standing] = []  # of all ranks, when they connected, in the order of the mesh
         self.all_recover = False  # whether all of them had come to recover their state
         self.is_in_call = False  # between the agreement on a call and its end
+        self.calls = 0  # that have begun here, this rank's last one included: equal on all ranks
         self._world = weakref.ref(dist.group.WORLD)
         self._name, self._store = name, default_store()
         self.board = FailureBoard(self._store, name, members)
@@ -213,8 +215,43 @@ class Connection:
         """Report to all ranks that a call failed on this one, and close the connection, so that who waits raises."""
         if not self.is_closed:
             with suppress(Exception):  # the store may be gone, with the rank that held it
-                self.board.publish(Failure.of(error, state, isinstance(error, PeerLostError)))
+                lost = isinstance(error, PeerLostError)
+                self.board.publish(Failure.of(error, state, lost, self.calls, self.standing))
             self.close()
+
+    def is_awaited(self) -> bool:
+        """Whether ranks whose call failed wait for this rank's call, which has learned of that before it began.
+
+        If not, this one raises, and such a rank learns of that.
+        """
+        with suppress(Exception):  # as above
+            others = [each for each in self.board.read() if each.rank != dist.get_rank()]
+            if self.is_closed and others and all(each.call < self.calls for each in others):
+                return self._settle(self.calls, _RAISES) == _JOINS
+        return False
+
+    def follow(self, partly: str) -> None:
+        """Begin a call on state of one that failed here: ranks that had ended that one join this one, once they come.
+
+        Raises ``StateError`` if such a rank has come, and raised, and state is not whole or not the same: that rank is
+        a call ahead, and would not be met again. ``partly``: why the state of this call is partly updated.
+        """
+        number, found = self.calls + 1, dict[int, Standing]()
+        with suppress(Exception):  # without the store, ranks cannot connect either, and that says why
+            if not self._ahead(number) and self._settle(number, _JOINS) == _JOINS:
+                return
+            found = {each.rank: each.standing for each in self._ahead(number)}
+        found[dist.get_rank()] = replace(self.standing, partly=partly or self.standing.partly)
+        self.calls = number
+        check_equal(self.standing, [found[rank] for rank in sorted(found)], sorted(found))
+
+    def _ahead(self, number: int) -> list[Failure]:
+        """The failures of ranks that came to the call of this ``number`` or a later one."""
+        return [each for each in self.board.read() if each.call >= number and each.rank != dist.get_rank()]
+
+    def _settle(self, number: int, proposed: str) -> str:
+        """What all ranks do that come to a call of this ``number``: what the first of them ``proposed``."""
+        return str(self._store.compare_set(f"{self._name}/call/{number}", "", proposed).decode())
 
     def close(self) -> None:
         """Close it on all ranks."""
@@ -258,6 +295,7 @@ class _Ranks:
     def refuse(self, found: Connection, state: str) -> NoReturn:
         """Raise ``StateError`` for a ``state`` that the ranks connected without; the others raise, too."""
         error = StateError(f"this state is {state}. {WAY_OUT}", self.standing)
+        found.calls += 1
         found.fail(error, StateIs.BEFORE)
         raise error
 
@@ -274,12 +312,13 @@ def connect(
     *,
     carried: Standing | None = None,
     partly: str = "",
+    has_failed: bool = False,
     to_recover: bool = False,
 ) -> Connection:
     """The open connection of the ranks ``members``, else a new one. ``theirs``: the user's groups, one per axis.
 
     ``carried``: the standing of state that was refused, maybe among the ranks of an earlier process group; ``partly``:
-    why it is partly updated, if it is.
+    why it is partly updated, if it is. ``has_failed``: the last call on this state did.
 
     Waits for all ranks to come to ``what``. Raises ``RankMismatchError`` if one does not come or fails meanwhile, and
     ``StateError`` if the state of the ranks is not whole or not the same, unless all of them come ``to_recover`` it.
@@ -291,6 +330,8 @@ def connect(
         if partly and not to_recover:
             known.refuse(found, f"{PARTLY} ({partly})")
         return found
+    if has_failed and not to_recover and known.connection is not None and known.connection.is_closed:
+        known.connection.follow(partly)
     longest = min(map(timeout_of, theirs))
     known.connection = None
     with ExitStack() as failures:
@@ -320,6 +361,7 @@ def report_interrupt(theirs: Sequence[Any], members: Members, what: str, error: 
     """Let the ranks that come to ``what`` know why this one does not, without waiting for them."""
     known = _ranks_of(theirs)
     if (found := known.open_connection()) is not None:
+        found.calls += 1
         found.fail(error, StateIs.BEFORE)
         return
     known.connection = None

@@ -74,14 +74,17 @@ class MeshRanks:
         members = Members(tuple(mesh.mesh.flatten().tolist()), tuple((names[k], mesh.size(k)) for k in several))
         return cls(tuple(map(mesh.get_group, several)), members, timeout)
 
-    def connect(self, what: str, carried: Standing | None = None, partly: str = "") -> Connection | None:
+    def connect(
+        self, what: str, carried: Standing | None = None, partly: str = "", has_failed: bool = False
+    ) -> Connection | None:
         """The connection of these ranks, which all of them make together; None where there is one rank only.
 
         ``carried``: the standing of state that was refused, maybe among the ranks of an earlier process group;
-        ``partly``: why it is partly updated, if it is.
+        ``partly``: why it is partly updated, if it is; ``has_failed``: the last call on it did.
         """
         if self.groups:
-            return connect(self.groups, self.members, self.timeout, what, carried=carried, partly=partly)
+            ranks = self.groups, self.members, self.timeout
+            return connect(*ranks, what, carried=carried, partly=partly, has_failed=has_failed)
         if carried is not None:
             carried.check(partly)
         return None
@@ -108,6 +111,7 @@ def agree_on_program(
         ALONE.check()
         _count_call(_calls + 1)
         return
+    connection.calls += 1
     with notifying(connection, what):
         largest, negated, calls = connection.all_reduce_max((intent, -intent, _calls + 1), what, timeout)
         _count_call(calls)  # whatever calls each rank made before

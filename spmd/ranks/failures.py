@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .members import Members
+from .standing import ALONE, Standing
 
 _PATIENCE = 2.0  # seconds for other ranks to report why they closed their connections
 _SHOWN = 2_000  # characters of what a rank raised
@@ -31,17 +32,28 @@ class StateIs(enum.Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """A call that failed on one rank. ``lost``: only because it lost the connection to another."""
+    """A call that failed on one rank. ``lost``: only because it lost the connection to another.
+
+    ``call``: its number among those that began in the connection. ``updates`` and ``partly``: see ``Standing``.
+    """
 
     rank: int
     error: str
     state: str
     lost: bool
+    call: int = 0
+    updates: int = 0
+    partly: str = ""
 
     @classmethod
-    def of(cls, error: BaseException, state: StateIs, lost: bool) -> Failure:
-        """The failure of this rank's call."""
-        return cls(dist.get_rank(), described(error)[:_SHOWN], state.value, lost)
+    def of(cls, error: BaseException, state: StateIs, lost: bool, call: int = 0, at: Standing = ALONE) -> Failure:
+        """The failure of this rank's call, and how its state stands."""
+        return cls(dist.get_rank(), described(error)[:_SHOWN], state.value, lost, call, at.updates, at.partly[:_SHOWN])
+
+    @property
+    def standing(self) -> Standing:
+        """How the state of the rank stands."""
+        return Standing(self.updates, self.partly)
 
 
 class FailureBoard:
