@@ -19,6 +19,7 @@ from .capture_call import capture_call
 from .deferral.pending import no_hooks_on_calls
 from .dispatch import Dispatch, Turn
 from .failed_calls import FailedCalls
+from .interpreter.interrupts import answering_after
 from .modes.adapt import Adapting
 from .modes.auto import Auto
 from .options import Options
@@ -57,6 +58,10 @@ class StepRunner:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; returns what the step returns. An error is reported to the other ranks."""
+        with answering_after():
+            return self._run_or_report(args, kwargs)
+
+    def _run_or_report(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         turn = Turn()
         try:
             return self._run(turn, args, kwargs)

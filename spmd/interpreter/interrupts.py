@@ -5,10 +5,14 @@ is marked for it (``interruptible``), or a place that asks for it (``answer_inte
 the user's objects and puts them back, which must not end halfway. And torch's C++ code calls Python in places that must
 not raise, for example to ask a symbolic number what it is, or a fake tensor for its device: the process ends with a
 segmentation fault, or is aborted (seen in 2.13). Nor is what ranks count together interrupted halfway.
+
+Once the other ranks may end a call without this one, this one has to end it, too: signals that arrive from there on
+are held until the call is over (``hold_signals``).
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found] # ``signal`` makes an enum of each number: a tenth of a millisecond
 import _thread
 import os
 import signal
@@ -33,6 +37,8 @@ _OURS = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file
 _UNSAFE = (os.path.dirname(torch.__file__) + os.sep, weakref.__file__)  # what a weak reference calls raises nowhere
 _ASKED = ("__getattribute__", "__getattr__")  # by torch's C++ code, which drops what they raise
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+
+_NUMBERS = tuple(map(int, signal.valid_signals()))
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _interruptible = dict[int, Any]()  # code of functions, by id: code that is equal may be of another function
@@ -99,10 +105,77 @@ def deferred_signals() -> Iterator[None]:
                 answers.callback(handlers[number], number, frame)
 
 
+class _HeldSignals:
+    """The signals that arrive in a part of a call, and their handlers. The second of a kind is not held."""
+
+    def __init__(self) -> None:
+        self._handlers = dict[int, Any]()
+        self._arrived = list[int]()
+        self._is_over = False
+        self._handler = self._arrives  # one object, by which ``end`` knows that nobody has set another
+
+    def begin(self) -> None:
+        """Hold signals from now on."""
+        if not self._handlers:
+            self._handlers = _handlers()
+            for number in self._handlers:
+                _signal.signal(number, self._handler)
+
+    def _arrives(self, number: int, frame: FrameType | None) -> None:
+        if self._is_over or number in self._arrived:
+            self._handlers[number](number, frame)
+        else:
+            self._arrived.append(number)
+
+    def answer(self) -> None:
+        """Let the handlers of what has arrived run, all of them, also if some raise."""
+        with ExitStack() as answers:
+            while self._arrived:
+                number = self._arrived.pop()
+                answers.callback(self._handlers[number], number, sys._getframe(1))
+
+    def end(self) -> None:
+        """Hold nothing any more, and answer."""
+        self._is_over = True  # should a handler raise below, those of the others are called by ours from now on
+        for number, handler in self._handlers.items():
+            if _signal.getsignal(number) is self._handler:
+                _signal.signal(number, handler)
+        self.answer()
+
+
+_in_call: _HeldSignals | None = None  # of the call that the main thread makes
+
+
+@contextmanager
+def answering_after() -> Iterator[None]:
+    """Let signals that arrive from ``hold_signals()`` on, in the body, be answered when that is over."""
+    global _in_call
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    outer, _in_call = _in_call, _HeldSignals()
+    try:
+        yield
+    finally:
+        held, _in_call = _in_call, outer
+        held.end()
+
+
+def hold_signals() -> None:
+    """Hold signals that arrive from now on until the call is over; the second of a kind is answered at once."""
+    if _in_call is not None and threading.current_thread() is threading.main_thread():
+        _in_call.begin()
+
+
+def answer_held_signals() -> None:
+    """Answer those that were held since then, in a wait that may take long and may be given up."""
+    if _in_call is not None and threading.current_thread() is threading.main_thread():
+        _in_call.answer()
+
+
 def _handlers() -> dict[int, Any]:
     """The handlers in Python, by signal."""
-    known = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
-    return {number: handler for number, handler in known.items() if callable(handler)}
+    return {number: handler for number in _NUMBERS if callable(handler := _signal.getsignal(number))}
 
 
 def _is_unsafe(frame: FrameType | None) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..interpreter.interrupts import interruptible
+from ..interpreter.interrupts import answer_held_signals, interruptible
 from .members import Members
 
 _SLICE = 1.0  # seconds
@@ -64,6 +64,7 @@ class Patience:
     def _wait_on(self, is_over: Callable[[float], bool], start: float) -> None:
         next_line = self.first_line or _FIRST
         while True:
+            answer_held_signals()  # ranks that have not come by now may never come
             self.check()
             waited = time.monotonic() - start
             if waited >= self.seconds:

@@ -20,6 +20,7 @@ from ..call.state import Arguments
 from ..capture import Captured
 from ..capture.sizes.any_size import AnySize
 from ..guards.guards import Guards, Live
+from ..interpreter.interrupts import hold_signals
 from ..lowering.first_call import first_difference
 from ..lowering.lower import Executable
 from ..ranks.connection import Connection
@@ -193,6 +194,7 @@ class Compiled:
         arguments, tensors = running.arguments, running.tensors
         commit = self.executable.commit
         commit.check_rooms()
+        hold_signals()  # all messages of the program have left: other ranks may end the call
         shown = returned if restore is None else restore(returned)
         if self.inputs.clears or self.inputs.written or self._results.are_kept:
             commit()  # all below is written on all ranks, or on none

@@ -14,6 +14,7 @@ import torch
 from passes.runtime.host_memory import begin_reads, begin_writes
 from passes.runtime.rooms import RoomExceededError, most_rows
 
+from ..interpreter.interrupts import hold_signals
 from ..ranks.connection import Connection
 from ..ranks.consensus import standing_of
 from ..ranks.failures import StateIs
@@ -68,6 +69,7 @@ class Commit:
         if self.state is StateIs.BEFORE:
             self.check_rooms()
             begin_writes()
+            hold_signals()  # behind the barrier other ranks end the call, and so does this one
             if self._connection is not None and self._has_barrier:
                 self._connection.barrier()
             self.state = StateIs.MIXED

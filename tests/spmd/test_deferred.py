@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from torch.nn import functional as F
 import passes
 import spmd
 from spmd.deferral import pending
+from spmd.running.results import Results
+from tests.faults.test_late_interrupts import answered, before, sends
 from tests.harness.cases import MLP, make_optimizer
 from tests.harness.messages import messages
 from tests.harness.oracle import Snapshot, all_unequal, plain_run, snapshot
@@ -346,6 +349,27 @@ def _raises(*_: Any) -> None:
 def test_a_call_that_fails_says_that_the_update_before_is_lost(ranks: Ranks) -> None:
     for rank, (message, _) in enumerate(ranks.run(2, fails)):
         assert "the update that the call before had left pending (step/program-0) is lost" in message, rank
+
+
+def interrupted(rank: int, world: int) -> tuple[bool, list[str]]:
+    """Rank 0 is interrupted in its third call, once all messages of that have left; both ranks go on."""
+    torch.manual_seed(0)
+    objects, raised = CASE.build(), False
+    step = spmd.compile(CASE.step, parallel_mode=spmd.DataParallel(defer_updates=True))
+    with messages(rank):
+        for k in range(5):
+            sending = before(Results, "write_python_state", sends) if k == 2 and rank == 0 else nullcontext()
+            try:
+                with answered(), sending:
+                    result = step(*objects, *CASE.part(rank, k))
+            except KeyboardInterrupt:
+                raised = True
+        step.flush()
+    return raised, all_unequal(plain_run(CASE, world, 5)[-1:], [snapshot(result, objects)], rank, world)
+
+
+def test_an_interrupt_late_in_a_call_waits_until_it_is_over(ranks: Ranks) -> None:
+    assert ranks.run(2, interrupted) == [(True, []), (False, [])]
 
 
 @dataclass(frozen=True)
