@@ -238,14 +238,14 @@ class Connection:
         """
         number, found = self.calls + 1, dict[int, Standing]()
         with suppress(Exception):  # without the store, ranks cannot connect either, and that says why
-            if not self._ahead(number) and self._settle(number, _JOINS) == _JOINS:
+            if not self._later_failures(number) and self._settle(number, _JOINS) == _JOINS:
                 return
-            found = {each.rank: each.standing for each in self._ahead(number)}
+            found = {each.rank: each.standing for each in self._later_failures(number)}
         found[dist.get_rank()] = replace(self.standing, partly=partly or self.standing.partly)
         self.calls = number
         check_equal(self.standing, [found[rank] for rank in sorted(found)], sorted(found))
 
-    def _ahead(self, number: int) -> list[Failure]:
+    def _later_failures(self, number: int) -> list[Failure]:
         """The failures of ranks that came to the call of this ``number`` or a later one."""
         return [each for each in self.board.read() if each.call >= number and each.rank != dist.get_rank()]
 
