@@ -251,7 +251,11 @@ class Connection:
 
     def _settle(self, number: int, proposed: str) -> str:
         """What all ranks do that come to a call of this ``number``: what the first of them ``proposed``."""
-        return str(self._store.compare_set(f"{self._name}/call/{number}", "", proposed).decode())
+        key = f"{self._name}/call/{number}"
+        with deferred_signals():  # or nobody would say what the first one proposed
+            if self._store.add(f"{key}/ranks", 1) == 1:
+                self._store.set(key, proposed)
+        return str(self._store.get(key).decode())
 
     def close(self) -> None:
         """Close it on all ranks."""
