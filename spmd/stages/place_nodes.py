@@ -10,7 +10,7 @@ from enum import StrEnum
 import torch
 from torch import fx
 
-from passes import OutputKind, PartitionError, Phase, Program, Role
+from passes import Input, OutputKind, PartitionError, Phase, Program, Role
 from passes.analysis.aliases import is_view
 from passes.analysis.reachability import ancestors, descendants
 from passes.ir.collectives import is_collective, is_wait
@@ -95,7 +95,7 @@ class _Placing:
         grown = {self.inputs[n].name: v for v, n in self.grown.items()}
         self.rows = {by_name[whole]: grown[name] for whole, name in micro.whole.items() if name in grown}
         split = {n for n, d in self.inputs.items() if d.name in micro.split or d.role in (Role.RUN, Role.ACCUMULATOR)}
-        state = {n for n, d in self.inputs.items() if d.role.is_state and not self._is_everywhere(n)}
+        state = {n for n in self.inputs if not self._is_everywhere(n)}
         varying, of_state = descendants(self.nodes, split), descendants(self.nodes, state)
         self.fixed = set(self.nodes) - varying
         self.free = set(self.nodes) - of_state - set(self.grown)
@@ -106,7 +106,11 @@ class _Placing:
     def _is_everywhere(self, node: fx.Node) -> bool:
         """Whether all stages have an input: arguments, numbers, and buffers that the step does not write."""
         declared = self.inputs[node]
-        return not declared.role.is_state or (declared.role is Role.BUFFER and declared.name not in self.written)
+        return not self._has_home(declared) or (declared.role is Role.BUFFER and declared.name not in self.written)
+
+    def _has_home(self, declared: Input) -> bool:
+        """Whether an input is state that some stages have, or what the user keeps of such."""
+        return declared.role.is_state or (declared.role is Role.KEPT and declared.name in self.kept)
 
     def _known_gradients(self) -> set[fx.Node]:
         """Those of micro-batches that no row decides, as of a mean: one stage has their parameters, and sends them."""
@@ -261,7 +265,7 @@ class _Placing:
         """
         every, read = frozenset(range(self.ranks)), self._read_at()
         found: dict[str, Ranks] = {}
-        state = [(node, declared) for node, declared in self.inputs.items() if declared.role.is_state]
+        state = [(node, declared) for node, declared in self.inputs.items() if self._has_home(declared)]
         trains = any(declared.role is Role.PARAMETER and declared.name in self.written for _, declared in state)
         for node, declared in state:
             if not declared.shape or self._is_everywhere(node) or declared.role is Role.SCALER:

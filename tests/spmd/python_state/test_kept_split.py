@@ -96,11 +96,17 @@ class Trainer:
 
 
 def train(rank: int, world: int, mode: str) -> tuple[int, bool]:
-    """Compare with the plain step, values being kept before the third and the fifth call."""
+    return compared(MODES[mode], rank, 1 if mode == "tensor parallel" else world)
+
+
+def compared(mode: spmd.ParallelMode, rank: int, count: int) -> tuple[int, bool]:
+    """Compare with the plain step, on other rows for each of ``count`` ranks.
+
+    Values are kept before the third and the fifth call. Returns the number of programs, and whether copies are split.
+    """
     ours, plain = type("Compiled", (Trainer,), {})(), Trainer()
-    step = spmd.compile(ours.step, parallel_mode=MODES[mode])
+    step = spmd.compile(ours.step, parallel_mode=mode)
     for k in range(6):
-        count = 1 if mode == "tensor parallel" else world
         parts = [torch.randn(4, 6, generator=random_generator(r, k), dtype=torch.float64) for r in range(count)]
         got, want = step(parts[rank % count]), plain.step(torch.cat(parts))
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
