@@ -106,11 +106,16 @@ class _LiftConstants(TorchDispatchMode):
         if id(value) in self.constants or self.reads is None or func in _LIFTS:
             return id(value) in self.constants
         name = self.reads.name_of(value) if is_constant(value) else ""
+        if not name and id(value) in self.reads.cached:
+            raise Refused(
+                f"it uses {self.reads.cached[id(value)][0]}, whose cache holds a tensor that requires grad: that is no "
+                "constant. Let the function compute it anew, or keep it as a parameter of a module."
+            )
         if not name and (value.requires_grad or has(func, Trait.MUTABLE)):
             raise Refused(FROM_OUTSIDE)  # it would be computed for real, while the step is traced
         if name:
             self.constants[id(value)] = (name, value)
-            self.reads.constants.add(id(value))
+            self.reads.note_constant(value)
         return bool(name)
 
     def _lift(self, func: Any, value: Tensor) -> Tensor:

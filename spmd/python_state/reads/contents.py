@@ -47,6 +47,15 @@ class Contents:
 
         return cls(name, read, read(), range(0))
 
+    @classmethod
+    def of_cached_tensor(cls, function: Any, tensor: torch.Tensor, name: str) -> Contents:
+        """Whether the cache of a function still holds a tensor."""
+
+        def read() -> Values:
+            return (any(each is tensor for each in tensors_of_cache(function)),)
+
+        return cls(name, read, read(), range(0))
+
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether the first value of a tensor is one of an array's."""
         return tensor.numel() > 0 and tensor.data_ptr() in self.at
@@ -87,6 +96,20 @@ def objects_in(value: Any) -> list[Any]:
 
 def results_of(function: Any) -> list[Any]:
     """What the cache of a function holds, but for values that cannot change, and tensors."""
+    return [each for each in _all_results_of(function) if not _is_fixed(each)]
+
+
+def tensors_of_cache(function: Any) -> list[torch.Tensor]:
+    """The tensors that the cache of a function holds, also in tuples; those in lists and dicts are entries of these."""
+    pending, found = _all_results_of(function), list[torch.Tensor]()
+    while pending:
+        each = pending.pop()
+        found += [each] if isinstance(each, torch.Tensor) else []
+        pending += each if isinstance(each, tuple) else ()
+    return found
+
+
+def _all_results_of(function: Any) -> list[Any]:
     count, most = function.cache_info().currsize, function.cache_info().maxsize
     held = gc.get_referents(function) if count else []
     dicts = [each for each in held if type(each) is dict and each is not vars(function)]
@@ -94,8 +117,8 @@ def results_of(function: Any) -> list[Any]:
         dicts = [each for each in dicts if {type(link).__name__ for link in each.values()} == {"_lru_list_elem"}]
         apart = {id(each) for each in [*dicts, *(key for each in dicts for key in each), vars(function)]}
         apart |= {id(function.__wrapped__)}
-        return [each for each in held if id(each) not in apart and type(each) is not object and not _is_fixed(each)]
-    return [each for each in (dicts[0].values() if dicts else ()) if not _is_fixed(each)]
+        return [each for each in held if id(each) not in apart and type(each) is not object]
+    return list(dicts[0].values()) if dicts else []
 
 
 def _is_fixed(value: Any) -> bool:

@@ -51,6 +51,7 @@ class RecordedReads:
     notes: set[Any] = field(default_factory=set)  # keys of sites and containers that overrides alone have read
     compared: ComparedObjects = field(default_factory=ComparedObjects)
     contents: list[Contents] = field(default_factory=list)  # of arrays, and what else lies at no site
+    cached: dict[int, tuple[str, torch.Tensor, Any]] = field(default_factory=dict)  # by id: of the cache of a function
     at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
     new: NewObjects = field(default_factory=NewObjects)  # what the step makes itself is no state
 
@@ -63,8 +64,17 @@ class RecordedReads:
         """The name of a site that holds a tensor, or a container with it; nothing if the step read none."""
         for site in self.sites_of(tensor):
             return site.name
+        if id(tensor) in self.cached:
+            return self.cached[id(tensor)][0]
         containers = [*self.containers.values()]
         return next((each.name for each in containers if any(item is tensor for item in each.content or ())), "")
+
+    def note_constant(self, tensor: torch.Tensor) -> None:
+        """Note that the program takes a tensor for a constant; one in the cache of a function has to stay there."""
+        self.constants.add(id(tensor))
+        if id(tensor) in self.cached and not self.sites_of(tensor):
+            name, _, function = self.cached[id(tensor)]
+            self.contents.append(Contents.of_cached_tensor(function, tensor, name))
 
     def take(self, tensor: torch.Tensor) -> None:
         """Note that the step takes all values of a tensor as they are now, as numbers of Python's or an array."""

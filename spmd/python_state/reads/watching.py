@@ -25,7 +25,7 @@ from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS
 from ...interpreter.foreign_code import is_foreign_code, is_foreign_module, is_importing
 from ..traced import is_instance
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
-from .contents import Contents, objects_in, results_of
+from .contents import Contents, objects_in, results_of, tensors_of_cache
 from .global_reads import GlobalReads, globals_in, names_in
 from .journals import Recording
 from .namespaces import Namespaces
@@ -313,6 +313,8 @@ class Watching:
         self._follow(function.__wrapped__, name)
         for each in results:
             self._follow(each, f"a result of {name}")
+        name = getattr(function, "__qualname__", name)
+        self._reads.cached |= {id(each): (f"a result of {name}", each, function) for each in tensors_of_cache(function)}
 
     def _forget(self, function: Any, name: str, misses: int, is_compared: bool) -> None:
         """Clear the cache of a function if it has grown since it had ``misses``; note results that can change."""

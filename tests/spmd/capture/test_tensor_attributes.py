@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -129,3 +130,52 @@ def test_writing_a_tensor_attribute_is_refused() -> None:
     model = Positions()
     with pytest.raises(spmd.CaptureError, match=r"it may write into model\.table .*Make that a buffer"):
         spmd.compile(count)(model, torch.randn(5, 3, 4, dtype=torch.float64))
+
+
+@functools.lru_cache
+def mask_of(rows: int) -> Tensor:
+    return torch.ones(rows, rows, dtype=torch.float64).tril()
+
+
+@functools.cache
+def rotations_of(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(rows, dtype=torch.float64).cos(), torch.arange(rows, dtype=torch.float64).sin()
+
+
+@functools.lru_cache
+def learned_of(rows: int) -> Tensor:
+    return torch.ones(rows, dtype=torch.float64, requires_grad=True) * 2
+
+
+class Cached(nn.Module):
+    """A layer that reads the caches of functions."""
+
+    def __init__(self, *read: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(4, 4).double(), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask, *others = (each(len(x)) for each in self.read)
+        y: Tensor = mask @ self.layer(x)
+        return y * others[0][0][:, None] + others[0][1][:, None] if others else y
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_the_cache_of_a_function_holds_is_a_constant_for_as_long_as_it_is_there() -> None:
+    torch.manual_seed(0)
+    mask_of.cache_clear()
+    models = [model := Cached(mask_of, rotations_of), copy.deepcopy(model)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    x, compiled = torch.randn(5, 4, dtype=torch.float64), spmd.compile(step)
+    models[0](x)  # fills the caches
+    for k in range(3):
+        if k == 2:
+            mask_of.cache_clear()
+            mask_of(5).mul_(2)  # another tensor, and another value
+        torch.testing.assert_close(compiled(models[0], optimizers[0], x), step(models[1], optimizers[1], x))
+        assert len(compiled.programs) == (1 if k < 2 else 2)
+    learned_of(5)
+    with pytest.raises(
+        spmd.CaptureError, match=r"a result of learned_of, whose cache holds a tensor that requires grad"
+    ):
+        spmd.compile(step)(model := Cached(learned_of), torch.optim.SGD(model.parameters()), x)
