@@ -139,7 +139,7 @@ def _optimizer(name: str, optimizer: torch.optim.Optimizer, describer: Describer
     values = [
         [
             describer.names.get(id(p), p if isinstance(p, str) else None),
-            [[k, _value_of_state(v, describer)] for k, v in held.items()],
+            [[k, _value_of_state(v, describer)] for k, v in (held if isinstance(held, dict) else {None: held}).items()],
         ]
         for p, held in optimizer.state.items()
     ]

@@ -39,7 +39,7 @@ def captured_to_data(captured: Captured, constants: list[Any]) -> dict[str, Any]
         "results": list(map(_leaf, captured.result_leaves)),
         "result": _spec(captured.result_spec),
         "new state": [
-            [each.parameter, _leaf(each.value), each.optimizer, scalar_to_data(each.key), _leaf(each.unless)]
+            [each.parameter, _tree(each.value), each.optimizer, scalar_to_data(each.key), _leaf(each.unless)]
             for each in captured.new_state
         ],
         "cleared gradients": captured.cleared_gradients,
@@ -68,7 +68,7 @@ def captured_from_data(data: Mapping[str, Any], program: Program, reads: StoredR
         result_leaves=list(map(_read_leaf, data["results"])),
         result_spec=_read_spec(data["result"]),
         new_state=[
-            NewState(parameter, _read_leaf(value), optimizer, scalar_from_data(key), _read_leaf(unless))
+            NewState(parameter, _read_tree(value), optimizer, scalar_from_data(key), _read_leaf(unless))
             for parameter, value, optimizer, key, unless in data["new state"]
         ],
         cleared_gradients=list(data["cleared gradients"]),
@@ -88,6 +88,16 @@ def _leaf(leaf: Any) -> Any:
 
 def _read_leaf(data: Any) -> Any:
     return FromOutput(data["output"]) if isinstance(data, dict) and "output" in data else scalar_from_data(data)
+
+
+def _tree(value: Any) -> Any:
+    leaves, spec = tree_flatten(value)
+    return [_spec(spec), list(map(_leaf, leaves))]
+
+
+def _read_tree(data: Any) -> Any:
+    spec, leaves = data
+    return tree_unflatten(list(map(_read_leaf, leaves)), _read_spec(spec))
 
 
 def _spec(spec: TreeSpec) -> Any:

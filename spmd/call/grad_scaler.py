@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from passes import CaptureError
 
 from .._torch import SCALER_LAZY_START, SCALER_OPTIMIZERS, SCALER_STATE, SCALER_STEP, STEP_HANDLES_SCALING, version_of
+from .nested_state import Path, leaves_of, tensors_in, with_item
 
 
 def start(path: str, scaler: GradScaler, device: torch.device) -> dict[str, str]:
@@ -109,7 +110,7 @@ class SkippedSteps:
             infs = list(found["found_inf_per_device"].values())
             skip = sum(infs[1:], infs[0]) != 0
             snapshots = [_Snapshot(tensor) for tensor in _tensors_of(optimizer)]
-            state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+            state = {parameter: _tensors_by_path(values) for parameter, values in optimizer.state.items()}
         result = optimizer.step(*args, **kwargs)
         with torch.no_grad():
             for each in snapshots:
@@ -118,16 +119,17 @@ class SkippedSteps:
         return result
 
     def _undo_state(
-        self, optimizer: Optimizer, state: dict[Any, dict[Any, Any]], before: dict[int, Tensor], skip: Tensor
+        self, optimizer: Optimizer, state: dict[Any, dict[Path, Tensor]], before: dict[int, Tensor], skip: Tensor
     ) -> None:
         """Undo, if ``skip``, what a step replaced in ``state``; remember what it made under that condition."""
-        for parameter, values in optimizer.state.items():
-            for key, value in values.items():
-                old = state.get(parameter, {}).get(key)
-                if old is None and isinstance(value, Tensor):
-                    self.made[id(optimizer), id(parameter), key] = skip
-                elif isinstance(value, Tensor) and value is not old:
-                    values[key] = torch.where(skip, before[id(old)], value)
+        for parameter, values in [*optimizer.state.items()]:
+            for path, value in _tensors_by_path(values).items():
+                old = state.get(parameter, {}).get(path)
+                if old is None:
+                    self.made[id(optimizer), id(parameter), path[0] if path else None] = skip
+                elif value is not old:
+                    kept = torch.where(skip, before[id(old)], value)
+                    optimizer.state[parameter] = with_item(optimizer.state[parameter], path, kept)
 
 
 class _Snapshot:
@@ -150,7 +152,11 @@ def _tensors_of(optimizer: Optimizer) -> Iterator[Tensor]:
             if parameter.grad is not None:
                 yield parameter.grad
     for values in optimizer.state.values():
-        yield from (value for value in values.values() if isinstance(value, Tensor))
+        yield from tensors_in(values)
+
+
+def _tensors_by_path(values: Any) -> dict[Path, Tensor]:
+    return {path: leaf for path, leaf in leaves_of(values) if isinstance(leaf, Tensor)}
 
 
 @contextmanager

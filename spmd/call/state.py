@@ -27,6 +27,7 @@ from .._torch import FIELDS_OF_TENSORS, TreeSpec, own_buffers, own_parameters
 from ..ranks.world import extend_placement
 from .argument_logs import LogPath, with_logs
 from .grad_scaler import start
+from .nested_state import Path, item_at, leaves_of, with_item
 from .paths import Found
 from .tree import flatten, flatten_with_path
 from .unsupported import check_argument
@@ -42,16 +43,21 @@ _NOT_ATTACHED = {SUCCESSOR, *FIELDS_OF_TENSORS}
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One state tensor: the program input that it becomes, and ``holder[key]``, which holds it."""
+    """One state tensor: the program input that it becomes, and ``holder[key]``, which holds it, at ``nested``."""
 
     input: Input
     holder: Any  # a dict, or a ``GradientOf``
     key: Any
+    nested: Path = ()
 
     def get(self) -> torch.Tensor:
         """The live tensor, a DTensor where it is split."""
-        tensor: torch.Tensor = self.holder[self.key]
+        tensor: torch.Tensor = item_at(self.holder[self.key], self.nested) if self.nested else self.holder[self.key]
         return tensor
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Hold another tensor there."""
+        self.holder[self.key] = with_item(self.holder[self.key], self.nested, tensor) if self.nested else tensor
 
     def local(self) -> torch.Tensor:
         """The storage of this rank that the program reads and writes."""
@@ -367,24 +373,37 @@ def _optimizer_slots(path: str, optimizer: Optimizer, names: dict[int, str]) -> 
     left_over = [parameter for parameter in optimizer.state if id(parameter) in names]  # taken from its group
     for parameter in {id(p): p for p in [*updated, *left_over]}.values():
         state = optimizer.state.get(parameter, {})
-        of = names[id(parameter)]
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                described = _described(Role.OPTIMIZER_STATE, state_name(path, key, of), value, of)
-                slots.append(Slot(described, state, key))
+        slots += _slots_in(path, state, names[id(parameter)], names[id(parameter)])
+    for text, entries in optimizer.state.items():
+        if isinstance(text, str) and isinstance(entries, dict):
+            slots += _slots_in(path, entries, text, None)
+        elif isinstance(text, str):
+            slots += _slots_at(path, optimizer.state, text, "", None)
     return slots
 
 
+def _slots_in(path: str, entries: dict[Any, Any], owner: str, of: str | None) -> list[Slot]:
+    """The tensors in the state of a parameter, or under a text, which is of no parameter."""
+    return [slot for key in entries for slot in _slots_at(path, entries, key, owner, of)]
+
+
+def _slots_at(path: str, entries: dict[Any, Any], key: Any, owner: str, of: str | None) -> list[Slot]:
+    return [
+        Slot(_described(Role.OPTIMIZER_STATE, state_name(path, key, owner, nested), leaf, of), entries, key, nested)
+        for nested, leaf in leaves_of(entries[key])
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
 def _check_other_entries(path: str, optimizer: Optimizer, names: dict[int, str]) -> None:
-    """Raise ``CaptureError`` for state of no parameter, unless it is a dict of plain values under a text."""
-    for key, values in optimizer.state.items():
+    """Raise ``CaptureError`` for state of no parameter, unless it is a tensor or a container under a text."""
+    for key, value in optimizer.state.items():
         if isinstance(key, torch.Tensor):
             continue
-        plain = isinstance(values, dict) and not any(isinstance(each, torch.Tensor) for each in values.values())
-        if not plain or not isinstance(key, str) or key in names.values():
+        if not isinstance(key, str) or key in names.values() or is_number(value):
             raise CaptureError(
-                f"{path}.state[{key!r}] is of no parameter, and no dict of plain values under a text: keep a number in "
-                "an attribute of the optimizer (self.steps = 0), and a tensor in the state of a parameter"
+                f"{path}.state[{key!r}] is of no parameter, and no tensor, list or dict under a text that names none: "
+                "keep a number in an attribute of the optimizer (self.steps = 0)"
             )
 
 
@@ -420,9 +439,10 @@ def gradient_name(parameter: str) -> str:
     return f"{parameter}.grad"
 
 
-def state_name(optimizer: str, key: Any, parameter: str) -> str:
-    """The name of optimizer state."""
-    return f"{optimizer}.{key}[{parameter}]"
+def state_name(optimizer: str, key: Any, owner: str, nested: Path = ()) -> str:
+    """The name of optimizer state. ``owner``: the parameter, or the text, whose entry it is; empty for none."""
+    name = ".".join(map(str, (optimizer, key, *nested)))
+    return f"{name}[{owner}]" if owner else name
 
 
 def hyper_parameters_of(
@@ -447,7 +467,7 @@ def hyper_parameters_of(
         HyperParameter(f"{path}.{key}[{position}]", values, key)
         for path, optimizer in with_own_state(optimizers).items()
         for position, values in enumerate(optimizer.state.values())
-        for key, value in values.items()
+        for key, value in (values.items() if isinstance(values, dict) else ())
         if is_number(value)
     ]
 

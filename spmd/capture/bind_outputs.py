@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,14 @@ from torch import fx
 from passes import Output, OutputKind, Program, Role
 from passes.ir.program import is_pending
 
+from .._torch import tree_flatten, tree_unflatten
+from ..call.nested_state import Path, leaves_of
 from ..call.state import Slot, gradient_name, state_name
 from ..python_state.effects.carried import Carried
 from ..python_state.effects.writes import bound
 from ..python_state.traced import is_traced
 from .captured import Captured, FromOutput, NewState
-from .final_state import FinalState
+from .final_state import FinalState, NewEntry
 from .functional import take_write_backs
 from .hyper_conditions import HyperGuards
 
@@ -39,7 +41,8 @@ def bind_outputs(
     ]
     cleared, reduced = _bind_updates(outputs, slots, final, program.placeholders)
     _bind_written_arguments(outputs, program, written)
-    new_state = [*reduced, *_bind_gradients(outputs, final), *_bind_optimizer_state(outputs, final)]
+    parameters = {slot.input.name for slot in slots if slot.input.role is Role.PARAMETER}
+    new_state = [*reduced, *_bind_gradients(outputs, final), *_bind_optimizer_state(outputs, final, parameters)]
     # A rank may log or print by itself what all ranks return: their programs are the same then.
     known = {id(leaf): output for leaf, output in zip(final.results, results, strict=True) if is_traced(leaf)}
     writes = bound(final.writes, known, lambda name: outputs.add(Output(OutputKind.NEW, name, Role.RESULT)))
@@ -128,15 +131,25 @@ def _bind_gradients(outputs: _Outputs, final: FinalState) -> list[NewState]:
     return new_state
 
 
-def _bind_optimizer_state(outputs: _Outputs, final: FinalState) -> list[NewState]:
+def _bind_optimizer_state(outputs: _Outputs, final: FinalState, parameters: Collection[str]) -> list[NewState]:
     skips = [
         outputs.add(Output(OutputKind.RESULT, f"skipped.{index}", Role.RESULT)) for index in range(len(final.skips))
     ]
     new_state = []
     for entry in final.optimizer_state:
-        name = state_name(entry.optimizer, entry.key, entry.parameter)
-        output = Output(OutputKind.NEW, name, Role.OPTIMIZER_STATE, of=entry.parameter)
-        value = outputs.add(output) if is_traced(entry.value) else entry.value
+        leaves, spec = tree_flatten(entry.value)
+        paths = [nested for nested, _ in leaves_of(tree_unflatten(range(len(leaves)), spec))]
+        values = [
+            outputs.add(_new_output(entry, nested, parameters)) if is_traced(leaf) else leaf
+            for nested, leaf in zip(paths, leaves, strict=True)
+        ]
         unless = None if entry.unless is None else skips[entry.unless]
+        value = tree_unflatten(values, spec)
         new_state.append(NewState(entry.parameter, value, entry.optimizer, entry.key, unless))
     return new_state
+
+
+def _new_output(entry: NewEntry, nested: Path, parameters: Collection[str]) -> Output:
+    key, owner = (entry.key, entry.parameter) if entry.key is not None else (entry.parameter, "")
+    of = entry.parameter if entry.parameter in parameters else None
+    return Output(OutputKind.NEW, state_name(entry.optimizer, key, owner, nested), Role.OPTIMIZER_STATE, of=of)

@@ -33,8 +33,8 @@ class FromOutput:
 class NewState:
     """State that the step makes, and where it is stored after the call."""
 
-    parameter: str
-    value: Any  # ``FromOutput``, or a plain Python value
+    parameter: str  # or the text that has the entry; where ``key`` is None, the value itself
+    value: Any  # ``FromOutput``, or a plain Python value; or lists, tuples and dicts of them
     optimizer: str = ""  # empty for a gradient
     key: Any = None
     unless: FromOutput | None = None  # true in a call that does not make it after all

@@ -13,8 +13,9 @@ import torch
 
 from passes import CaptureError
 
-from .._torch import own_buffers, own_parameters, storage_id
+from .._torch import own_buffers, own_parameters, storage_id, tree_flatten, tree_map
 from ..call.argument_logs import LogsFound
+from ..call.nested_state import item_at, leaves_of
 from ..call.state import Slot, state_name, submodules_of, with_own_state
 from ..call.tree import flatten
 from ..python_state.effects.carried import Carried
@@ -24,7 +25,7 @@ from ..python_state.effects.repeated import Effect, StateMemory, effects_of
 from ..python_state.effects.writes import Write, check_effect, is_output, settle
 from ..python_state.lines import line_naming
 from ..python_state.reads import Change, Lines, Reads, containers_in
-from ..python_state.traced import holds_fakes, holds_traced, is_traced
+from ..python_state.traced import holds_fakes, is_traced
 from .set_data import is_same_memory
 from .swap_state import StateSwap
 from .unsupported import check_results, with_known_numbers
@@ -35,9 +36,9 @@ class NewEntry:
     """New state of an optimizer."""
 
     optimizer: str
-    parameter: str
+    parameter: str  # or a text, which is the key then
     key: Any
-    value: Any
+    value: Any  # a traced or plain value, or containers of them
     unless: int | None = None  # index in ``FinalState.skips`` of the condition under which it is not made after all
 
 
@@ -105,13 +106,13 @@ class FinalState:
 
     def map_state(self, function: Callable[[Any], Any]) -> FinalState:
         """The same with ``function`` of each value of state."""
-        new = [replace(entry, value=function(entry.value)) for entry in self.optimizer_state]
+        new = [replace(entry, value=tree_map(function, entry.value)) for entry in self.optimizer_state]
         writes = [replace(write, leaves=[function(leaf) for leaf in write.leaves]) for write in self.writes]
         return replace(self, slots=[function(value) for value in self.slots], optimizer_state=new, writes=writes)
 
     def traced(self) -> list[Any]:
         """The traced values, in the order of the graph's outputs."""
-        new_state = [entry.value for entry in self.optimizer_state]
+        new_state = [leaf for entry in self.optimizer_state for leaf in tree_flatten(entry.value)[0]]
         values = [*self.results, *self.slots, *self.gradients.values(), *self.skips, *new_state]
         results = {id(value) for value in self.results}
         pairs = [(write, leaf) for write in self.writes for leaf in write.leaves if is_output(leaf)]
@@ -305,7 +306,7 @@ def _final_value(swap: StateSwap, slot: Slot) -> Any:
     if slot.input.role == "gradient":
         return swap.fake_of[slot.input.of or ""].grad
     if slot.input.role == "optimizer state":
-        return _checked(swap, slot, swap.fake_state[id(slot.holder)].get(slot.key))
+        return _checked(swap, slot, item_at(swap.fake_state[id(slot.holder)].get(slot.key), slot.nested))
     return _checked(swap, slot, slot.holder[slot.key])
 
 
@@ -330,7 +331,6 @@ def _new_gradients(swap: StateSwap) -> dict[str, Any]:
 
 def _new_state(swap: StateSwap, skips: list[Any]) -> list[NewEntry]:
     """The state that optimizers created; the conditions under which they did not are appended to ``skips``."""
-    known = {slot.input.name for slot, _ in swap.pairs}
     names = {id(fake): name for name, fake in swap.fake_of.items()}
     found = []
     for path, optimizer in with_own_state(swap.optimizers).items():
@@ -338,16 +338,33 @@ def _new_state(swap: StateSwap, skips: list[Any]) -> list[NewEntry]:
             name = names.get(id(fake), fake)
             if isinstance(name, torch.Tensor):  # a parameter that no module has any more
                 continue
-            for key, value in values.items():
-                if not is_traced(value) and holds_traced(value):
-                    raise CaptureError(
-                        f"{path} keeps a {type(value).__name__} of tensors in state[{name}][{key!r}]: "
-                        "keep each tensor under a key of its own"
-                    )
-                if state_name(path, key, name) not in known:
+            entries = values.items() if isinstance(values, dict) else [(None, values)]
+            for key, value in entries:
+                if not _was_there(swap, path, name, key, value):
                     unless = _index_in(skips, swap.skipped.condition(optimizer, fake, key))
                     found.append(NewEntry(path, name, key, value, unless))
     return found
+
+
+def _was_there(swap: StateSwap, path: str, owner: str, key: Any, value: Any) -> bool:
+    """Whether an entry has tensors that are slots. Raises ``CaptureError`` where others stand beside them now."""
+    known = {slot.input.name for slot, _ in swap.pairs}
+    first, rest = (key, owner) if key is not None else (owner, "")
+    slots = [slot for slot, _ in swap.pairs if slot.input.role == "optimizer state"]
+    now = {nested: state_name(path, first, rest, nested) for nested, leaf in leaves_of(value) if is_traced(leaf)}
+    if known.isdisjoint(now.values()):
+        return False
+    live = next(slot for slot in slots if slot.input.name in now.values())
+    before = dict(leaves_of(live.holder[live.key]))
+    plain = {nested: leaf for nested, leaf in leaves_of(value) if nested not in now}
+    others = {nested: leaf for nested, leaf in before.items() if nested not in now}
+    if before.keys() != {*now, *plain} or any(others[nested] is not leaf for nested, leaf in plain.items()):
+        raise CaptureError(
+            f"the step changes what {path} keeps in {state_name(path, first, rest)} besides the values of its tensors: "
+            "lists, tuples and dicts in the state of an optimizer keep their lengths, keys and numbers from call to "
+            "call. Keep what changes under a key of its own"
+        )
+    return True
 
 
 def _index_in(values: list[Any], value: Any) -> int | None:

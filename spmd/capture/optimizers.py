@@ -220,7 +220,7 @@ class TracedOptimizer:
 
     def _add_counters(self) -> None:
         for values in self.optimizer.state.values():
-            for key, value in values.items():
+            for key, value in values.items() if isinstance(values, dict) else ():
                 if key in _COUNTERS and self.floats is not None and isinstance(value, Tensor):
                     self.floats.add(value)
 

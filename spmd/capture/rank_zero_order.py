@@ -23,6 +23,7 @@ from torch import fx
 from passes import Input, Output, OutputKind, Phase, Role
 from passes.analysis.structural_keys import is_commutative, operands, structural_keys
 
+from .._torch import tree_map
 from ..call.call import Call
 from ..call.tree import paths_of
 from ..ranks.consensus import AllGatherText
@@ -221,7 +222,7 @@ def _with_indices(captured: Captured, index: Mapping[int, int]) -> Captured:
     def moved(value: Any) -> Any:
         return FromOutput(index[value.index]) if isinstance(value, FromOutput) else value
 
-    new_state = [replace(new, value=moved(new.value), unless=moved(new.unless)) for new in captured.new_state]
+    new_state = [replace(new, value=tree_map(moved, new.value), unless=moved(new.unless)) for new in captured.new_state]
     writes = [replace(write, leaves=[moved(leaf) for leaf in write.leaves]) for write in captured.writes]
     leaves = [moved(leaf) for leaf in captured.result_leaves]
     return replace(captured, result_leaves=leaves, new_state=new_state, writes=writes)

@@ -19,6 +19,7 @@ from .._torch import accumulation_hooks, gradient_hooks, own_buffers, own_parame
 from ..annotations.no_sync import is_left_pending
 from ..call.call import Call
 from ..call.grad_scaler import SkippedSteps
+from ..call.nested_state import with_fakes
 from ..call.state import SCHEDULER_NOTES, Slot, buffers_of, parameters_of, submodules_of
 from ..python_state.effects.attributes import Snapshot, contain_group_list_effects, restored_attributes
 from ..python_state.reads import is_plain
@@ -159,8 +160,12 @@ class StateSwap:
 
     def _fake_optimizer_state(self, path: str, optimizer: torch.optim.Optimizer) -> WatchedState:
         state = WatchedState(self._note_read)
+        self.fake_state[id(optimizer.state)] = state
         for key, values in optimizer.state.items():
-            fakes = {k: self.by_id.get(id(v), v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+            if not isinstance(values, dict):  # under a text
+                state[key] = with_fakes(values, self.by_id)
+                continue
+            fakes = {k: with_fakes(v, self.by_id) for k, v in values.items()}
             self.fake_state[id(values)] = fakes
             is_others = isinstance(key, torch.Tensor) and id(key) not in self.by_id  # it counts, and is not written
             key, held = self.by_id.get(id(key), key), MappingProxyType(fakes) if is_others else fakes

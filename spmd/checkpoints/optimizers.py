@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..call.nested_state import item_at, leaves_of, with_item
 from ..call.refuse_saves import readable
 from .trees import are_equal
 
@@ -58,11 +59,11 @@ def load_optimizer(optimizer: Optimizer, tree: dict[str, Any], names: list[list[
     optimizer.load_state_dict(by_number(tree, state_dict, names))
     for group, own in zip(optimizer.param_groups, names, strict=True):
         for parameter, name in zip(group["params"], own, strict=True):
-            for key, value in tree["state"].get(name, {}).items():
-                now = optimizer.state[parameter].get(key)
+            for path, value in leaves_of(tree["state"].get(name, {})):
+                now = item_at(optimizer.state[parameter], path)
                 if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor) and now.dtype != value.dtype:
                     # torch casts state to the dtype of its parameter; stored is what the optimizer had
-                    optimizer.state[parameter][key] = value.to(now.device)
+                    with_item(optimizer.state[parameter], path, value.to(now.device))
 
 
 def by_number(tree: dict[str, Any], state_dict: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:

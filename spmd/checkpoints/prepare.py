@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from passes.ir.program import is_sharded
 
 from .._torch import local_tensor
+from ..call.nested_state import tensors_in
 from ..ranks.world import describe as describe_mesh
 from ..state import master_copies
 from ..state.background_reads import span_of
@@ -124,7 +125,7 @@ def _updated_parts(objects: Objects, tensors: Mapping[str, torch.Tensor]) -> dic
         for name, parameter in objects.parameters.items():
             if isinstance(parameter, DTensor) or name not in tensors or name in found:
                 continue
-            for each in optimizer.state.get(parameter, {}).values():
+            for each in tensors_in(optimizer.state.get(parameter, {})):
                 if isinstance(each, DTensor) and each.shape == parameter.shape and is_sharded(tuple(each.placements)):
                     found[name] = part_like(parameter.detach(), each)
     return found

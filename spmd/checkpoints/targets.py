@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..call.nested_state import leaves_of
 from ..placements import local_shape
 from ..ranks.world import describe as describe_mesh
 from ..state.distribute import as_dtensor
@@ -74,18 +75,27 @@ class _Optimizer:
             for group, names in groups
             for parameter, name in zip(group["params"], names, strict=True)
         }
-        self._state = optimizer.state
+        self._state, self._path = optimizer.state, f"{path}.state"
 
     def tensor(self, path: str, like: torch.Tensor) -> torch.Tensor:
         """The tensor for one that has the shape and dtype of ``like``."""
-        owner, _, key = path.rpartition(".")
+        owner = self._owner(path)
         parameter = self._parameters.get(owner)
-        if parameter is None:
-            return torch.empty_like(like, device="cpu")
-        live = self._state.get(parameter, {}).get(key)
+        entries = self._state if parameter is None else self._state.get(parameter, {})
+        texts = {key: value for key, value in entries.items() if isinstance(key, str)}
+        live = {".".join(map(str, keys)): leaf for keys, leaf in leaves_of(texts)}.get(path[len(owner) + 1 :])
         if isinstance(live, torch.Tensor) and live.shape == like.shape:
             return _like(live, like)
+        if parameter is None:
+            return torch.empty_like(like, device="cpu")
         return _like(parameter if parameter.shape == like.shape else None, like, parameter.device, is_live=False)
+
+    def _owner(self, path: str) -> str:
+        """The parameter whose state a path leads into; the state itself for what is under a text."""
+        owner = path
+        while owner and owner not in self._parameters:
+            owner = owner.rpartition(".")[0]
+        return owner or self._path
 
 
 def _like(other: Any, like: torch.Tensor, device: torch.device | str = "cpu", *, is_live: bool = True) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._torch import TensorGuards
+from ..call.nested_state import flattened, is_nested
 from .tensor_positions import TensorPositions
 
 
@@ -29,6 +30,7 @@ class OptimizerLayout:
     positions: TensorPositions
     guards: TensorGuards
     checked: list[Any]  # all values of the state, when they were last compared
+    is_nested: bool  # whether some are in lists, tuples or dicts: the keys stand among the values then
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> OptimizerLayout:
@@ -37,16 +39,18 @@ class OptimizerLayout:
         left_over = [parameter for parameter in optimizer.state if id(parameter) not in known]
         index = {id(parameter): k for k, parameter in enumerate([*parameters, *left_over])}
         entries = list(optimizer.state.values())
-        values = flat_values(entries)
+        is_nested = any(map(is_nested_entry, entries))
+        values = list(flattened(entries)) if is_nested else flat_values(entries)
         positions = TensorPositions(values)
         return cls(
             _indices([index[id(parameter)] for parameter in optimizer.state], len(index)),
             left_over,
             [_indices([index[id(p)] for p in group["params"]], len(parameters)) for group in optimizer.param_groups],
-            list(chain.from_iterable(entries)),
+            [] if is_nested else list(chain.from_iterable(entries)),
             positions,
             TensorGuards(positions.pick(values) or []),
             values,
+            is_nested,
         )
 
     def read(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -60,14 +64,20 @@ class OptimizerLayout:
         if not _are(state, [*parameters, *self.left_over], self.owners):
             return None
         entries = list(state.values())
-        values = flat_values(entries)
+        values = list(flattened(entries)) if self.is_nested else flat_values(entries)
         if len(values) == len(self.checked) and all(map(is_, values, self.checked)):
             return self.positions.take(values)
-        tensors = self.positions.pick(values) if list(chain.from_iterable(entries)) == self.keys else None
+        keys = [] if self.is_nested else list(chain.from_iterable(entries))
+        tensors = self.positions.pick(values) if keys == self.keys else None
         if tensors is None or not self.guards.check(tensors):
             return None
         self.checked = values
         return tensors
+
+
+def is_nested_entry(entry: Any) -> bool:
+    """Whether the state of a parameter, or under a text, is more than a dict of values."""
+    return not isinstance(entry, dict) or any(map(is_nested, entry.values()))
 
 
 def flat_values(dicts: list[dict[Any, Any]]) -> list[Any]:

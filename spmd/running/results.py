@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import Output, OutputKind, Program, Role
 from passes.ir.program import is_pending, is_sharded
 
+from .._torch import tree_map
 from ..call.state import Arguments
 from ..capture import Captured, FromOutput
 from ..python_state.effects.repeated import StateMemory
@@ -42,12 +43,12 @@ class Results:
         for new in captured.new_state:
             if new.unless is not None and returned[new.unless.index]:
                 continue
-            value = new.value
-            if isinstance(value, FromOutput):
-                value = self._as_state(returned[value.index], self._outputs[value.index])
-            if new.optimizer:
-                owner: Any = live.get(new.parameter, new.parameter)
-                arguments.optimizers[new.optimizer].state[owner][new.key] = value
+            value = tree_map(partial(self._current, returned), new.value)
+            state: dict[Any, Any] = arguments.optimizers[new.optimizer].state if new.optimizer else {}
+            if new.optimizer and new.key is None:
+                state[new.parameter] = value
+            elif new.optimizer:
+                state[live.get(new.parameter, new.parameter)][new.key] = value
             else:
                 live[new.parameter].grad = value
         for name in captured.cleared_gradients:
@@ -75,6 +76,12 @@ class Results:
 
         for write in self._captured.writes:
             write.apply(arguments, partial(current, is_state=isinstance(write.target, ReadSite)))
+
+    def _current(self, returned: list[Any], leaf: Any) -> Any:
+        """The value of a leaf of new state."""
+        if not isinstance(leaf, FromOutput):
+            return leaf
+        return self._as_state(returned[leaf.index], self._outputs[leaf.index])
 
     def _as_state(self, local: Any, output: Output) -> Any:
         if not is_sharded(output.placement) and not is_pending(output.placement):

@@ -168,7 +168,7 @@ def _split(members: Sequence[tuple[Slot, Placements]], prepared: Prepared) -> di
             renewed[id(live)] = replace_parameter(live, split)
             prepared.replaced.append(weakref.ref(live))
         else:
-            slot.holder[slot.key] = split
+            slot.put(split)
     for slot, placement in members:
         if slot.input.role is Role.GRADIENT and is_sharded(placement):  # it moves with its parameter
             parameter, gradient = slot.holder.holder[slot.holder.key], slot.get()

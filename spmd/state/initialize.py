@@ -98,7 +98,7 @@ def initialize(prepared: Prepared, seed: int = 0) -> None:
             raise
     for slot, placement in zip(prepared.slots, prepared.placements, strict=True):
         if slot.get().is_meta and slot.input.role is Role.OPTIMIZER_STATE:  # made for this call, so zeros
-            slot.holder[slot.key] = _placed(slot.get(), prepared.local(slot, placement), placement, call)
+            slot.put(_placed(slot.get(), prepared.local(slot, placement), placement, call))
 
 
 def _check_all_written(left: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..annotations.contract import copy_annotations
 from ..annotations.resolve import Ignored
 from ..call.found import with_found
+from ..call.nested_state import leaves_of, with_item
 from ..call.state import ArgumentReader, Arguments, buffers_of, parameters_of
 from ..modes.base import ParallelMode
 from ..options import Options
@@ -122,8 +123,10 @@ class Subject:
             tensor.data = _double(tensor.data)
             tensor.grad = None if gradient is None else _double(gradient)
         for optimizer in given.optimizers.values():
-            for entries in optimizer.state.values():
-                entries |= {k: _double(v) for k, v in entries.items() if isinstance(v, Tensor) and v.ndim}
+            for owner, entries in [*optimizer.state.items()]:
+                for path, leaf in [*leaves_of(entries)]:
+                    if isinstance(leaf, Tensor) and leaf.ndim:
+                        optimizer.state[owner] = with_item(optimizer.state[owner], path, _double(leaf))
         for leaf in given.tensors():
             leaf.value.data = _double(leaf.value.data)
 

@@ -212,11 +212,19 @@ def _module(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _optimizer(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     state = optimizer.state_dict()
     yield "param_groups", copy.deepcopy(state["param_groups"])
-    yield "state keys", {index: list(entries) for index, entries in state["state"].items()}
+    yield "state keys", {index: _structure(entries) for index, entries in state["state"].items()}
     yield "state order", list(state["state"])
     for index, entries in state["state"].items():
-        for key, value in entries.items():
-            yield f"{key}[{index}]", _whole(value)
+        for key, value in entries.items() if isinstance(entries, dict) else [("", entries)]:
+            for path, leaf in _leaves(value):
+                yield f"{key}{path}[{index}]", _whole(leaf)
+
+
+def _structure(entries: Any) -> Any:
+    """The keys of entries, and of containers in them; a tensor or a number is None."""
+    if isinstance(entries, dict):
+        return [(key, _structure(value)) for key, value in entries.items()]
+    return [type(entries).__name__, *map(_structure, entries)] if isinstance(entries, (list, tuple)) else None
 
 
 def _whole(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from passes import OutputKind
 
+from ..._torch import tree_map
 from ..captured import Captured, FromOutput
 
 
@@ -30,7 +31,7 @@ def without_known_outputs(captured: Captured) -> Captured:
     return replace(
         captured,
         result_leaves=list(map(now, captured.result_leaves)),
-        new_state=[replace(new, value=now(new.value), unless=now(new.unless)) for new in captured.new_state],
+        new_state=[replace(new, value=tree_map(now, new.value), unless=now(new.unless)) for new in captured.new_state],
         writes=[replace(write, leaves=list(map(now, write.leaves))) for write in captured.writes],
     )
 
