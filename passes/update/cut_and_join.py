@@ -62,6 +62,9 @@ def cut(program: Program) -> Halves | str:
     if made:
         return f"it makes {made[0].name}, which the next call is compiled for"
     _check_results(program, late)
+    others = _written_beside_state(program, late)
+    if others:
+        return f"it writes {others[0]} after the update, which is no state that the next call is sure to find again"
     end = _without_parts(late | _before_late(program, late))
     if not any(is_wait(node) and node.args[0] not in end for node in end):
         return "all gradients are reduced through shared memory, or one after the other, and nothing would be in flight"
@@ -104,6 +107,13 @@ def _check_results(program: Program, late: set[fx.Node]) -> None:
             )
         if not isinstance(value.meta.get("val"), torch.Tensor):
             raise PassError(f"{output.name}{line} is a number that the update computes, which cannot be deferred")
+
+
+def _written_beside_state(program: Program, late: set[fx.Node]) -> list[str]:
+    """The names of what ``late`` nodes write that is no state: arguments, and tensors that the user's objects hold."""
+    state = {declared.name for declared, _ in program.values().values() if declared.role.is_state}
+    outputs = zip(program.output_values(), program.outputs, strict=True)
+    return [o.name for value, o in outputs if value in late and o.kind is OutputKind.UPDATE and o.name not in state]
 
 
 def _before_late(program: Program, late: set[fx.Node]) -> set[fx.Node]:

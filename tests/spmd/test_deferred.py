@@ -76,6 +76,32 @@ class Averaged(MLP):
         return total
 
 
+class Shadow:
+    """Averages of parameters, as an object of the user's keeps them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@dataclass(frozen=True)
+class Shadowed(MLP):
+    """The averages that follow the update are no state of a module."""
+
+    def build(self) -> tuple[Any, ...]:
+        model, optimizer = super().build()
+        return model, optimizer, Shadow(model)
+
+    @staticmethod
+    def step(  # type: ignore[override]
+        model: nn.Module, optimizer: torch.optim.Optimizer, shadow: Shadow, x: Tensor, y: Tensor
+    ) -> Tensor:
+        loss = MLP.step(model, optimizer, x, y)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                shadow.values[name].lerp_(p, 0.1)
+        return loss
+
+
 class Training:
     """A compiled step on one rank, and how many calls of it were made."""
 
@@ -434,6 +460,26 @@ def on_one_host(rank: int, world: int) -> tuple[bool, int, list[str]]:
 
 def test_on_one_host_nothing_is_deferred_and_the_report_says_so(ranks: Ranks) -> None:
     assert ranks.run(2, on_one_host) == [(False, 1, [])] * 2
+
+
+def shadowed(rank: int, world: int) -> tuple[bool, int, list[str]]:
+    """Whether an update is pending, how many notes say why not, and what differs from the plain step."""
+    case = Shadowed(sizes=(5, 4, 3), rows=4, optimizer="SGD momentum")
+    with messages(rank):
+        training = Training(rank, case)
+        result = training.call(3)
+        notes = [note for note in training.step.report().notes if "writes shadow.values" in note]
+        torch.manual_seed(0)
+        objects = case.build()
+        for k in range(3):
+            case.step(*objects, *case.whole([case.part(each, k) for each in range(world)]))
+        pairs = [(objects[2].values[name], value) for name, value in training.objects[2].values.items()]
+        unequal = [f"average {k}" for k, pair in enumerate(pairs) if not torch.allclose(*pair, rtol=1e-9)]
+        return training.is_pending(), len(notes), unequal + training.unequal(world, result)
+
+
+def test_what_the_update_writes_beside_state_is_not_deferred(ranks: Ranks) -> None:
+    assert ranks.run(2, shadowed) == [(False, 1, [])] * 2
 
 
 def test_options_that_know_of_one_program_are_refused() -> None:
