@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,13 @@ class Loop:
         self.train_step = spmd.compile(self.step, parallel_mode=MODES[kind]) if is_compiled else self.step
         self.predict = spmd.compile(self.scores, parallel_mode=MODES[kind]) if is_compiled else self.scores
 
+    def accumulating(self, outside: bool) -> AbstractContextManager[None]:
+        """``accumulate``, for one of the kinds around the call of the step."""
+        return self.accelerator.accumulate(self.model) if outside == (self.kind == "zero1") else nullcontext()
+
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         accelerator = self.accelerator
-        with accelerator.accumulate(self.model):
+        with self.accumulating(outside=False):
             loss = F.mse_loss(self.model(x), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
@@ -98,7 +103,8 @@ class Loop:
         for k, (x, y) in enumerate(self.loader):
             if k < first:
                 continue
-            loss = self.train_step(x, y)
+            with self.accumulating(outside=True):
+                loss = self.train_step(x, y)
             self.scheduler.step()
             self.found += [loss.item(), self.accelerator.sync_gradients, *self.scheduler.get_last_lr()]
             if k == 0:

@@ -61,7 +61,7 @@ def train(folder: Path, world: int, mode: spmd.ParallelMode | None, resume: Path
     checkpoints = lightning.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     settings: dict[str, Any] = {"max_epochs": 2, "callbacks": [Log(), checkpoints], "enable_checkpointing": True}
     settings |= {"num_sanity_val_steps": 0, "use_distributed_sampler": False}
-    settings |= {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1} if kind == "sgd" else {}
+    settings |= {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1} if kind == "sgd" else {}
     strategy: Any = "auto" if mode is None else Strategy(compile_options={"parallel_mode": mode})
     trainer = example.make(folder, strategy=strategy, **settings)
     torch.manual_seed(0)
@@ -148,35 +148,93 @@ def fit_by_hand(folder: Path, world: int, mode: spmd.ParallelMode | None, resume
     sampler = DistributedSampler(rows, world, fabric.global_rank, shuffle=False)
     loader = fabric.setup_dataloaders(DataLoader(rows, 8 // world, sampler=sampler), use_distributed_sampler=False)
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        loss = F.softplus(model(x)).mean()
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=0.2)
-        optimizer.step()
-        optimizer.zero_grad()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, updates: bool) -> Tensor:
+        with fabric.no_backward_sync(model, enabled=not updates):
+            loss = F.softplus(model(x)).mean()
+            fabric.backward(loss / 3)
+        if updates:
+            fabric.clip_gradients(model, optimizer, max_norm=0.02)
+            optimizer.step()
+            optimizer.zero_grad()
         return loss
 
-    compiled = step if mode is None else spmd.compile(step, parallel_mode=mode)
-    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    def scores(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(x)  # type: ignore[no-any-return]
+
+    train = step if mode is None else spmd.compile(step, parallel_mode=mode)
+    predict = scores if mode is None else spmd.compile(scores, parallel_mode=mode)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batch": -1}
+    found = []
     if resume:
         fabric.load(folder / "state.ckpt", state)
-    losses = [compiled(model, optimizer, x).item() for (x,) in loader]
-    if not resume:
-        fabric.save(folder / "state.ckpt", {**state, "epoch": 1})
-        losses += fit_by_hand(folder, world, mode, True)[1]
-    return spmd.state_dict(model), losses
+    for k, (x,) in enumerate(loader):
+        if resume and k <= state["batch"]:
+            continue
+        updates = k in (2, 3)  # the last accumulation has one batch
+        found.append(train(model, optimizer, x, updates).item())
+        if updates:
+            scheduler.step()
+        if k == 1:
+            fabric.save(folder / "state.ckpt", {**state, "batch": k})
+    found += [fabric.all_gather(predict(model, x)).sum().item() for (x,) in loader] + scheduler.get_last_lr()
+    return spmd.state_dict(model), found
 
 
-def job_by_hand(rank: int, world: int, folder: Path, mode: spmd.ParallelMode) -> Found:
+def job_by_hand(rank: int, world: int, folder: Path, mode: spmd.ParallelMode, resume: bool) -> Found:
     with launched(rank, world):
-        return fit_by_hand(folder, world, mode, False)
+        return fit_by_hand(folder, world, mode, resume)
 
 
 @pytest.mark.usefixtures("alone")
 def test_fabric_trains_saves_and_resumes_as_on_one_device(ranks: Ranks, tmp_path: Path) -> None:
-    expected = fit_by_hand(tmp_path / "plain", 1, None, False)
-    for found in ranks.run(2, job_by_hand, tmp_path / "ranks", MODES["fully_shard"]):
-        assert_equal(found, expected)
+    for mode, resume in (("fully_shard", False), ("replicate", True)):  # from the middle of an accumulation
+        expected = fit_by_hand(tmp_path / "plain", 1, None, resume)
+        for found in ranks.run(2, job_by_hand, tmp_path / "ranks", MODES[mode], resume):
+            assert_equal(found, expected)
+
+
+def apart_job(rank: int, world: int, folder: Path) -> None:
+    import lightning.pytorch as lightning
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from spmd.integrations.lightning import Fabric, Strategy
+
+    class ByHand(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.automatic_optimization = nn.Linear(3, 2), False
+
+        def training_step(self, batch: Any) -> None:
+            self.manual_backward(self.net(batch[0]).sum())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with launched(rank, world):
+        fabric = Fabric(accelerator="cpu", devices=world)
+        fabric.launch()
+        with pytest.raises(spmd.SpmdError, match=r"fabric.backward ran on 2 ranks outside of a compiled step"):
+            fabric.backward(nn.Linear(3, 1)(torch.ones(2, 3)).sum())
+        model = fabric.setup(nn.Linear(3, 1))
+        with (
+            pytest.raises(spmd.SpmdError, match=r"was called inside of spmd.no_sync: enter it in the step"),
+            fabric.no_backward_sync(model),
+        ):
+            spmd.compile(lambda model, x: fabric.backward(model(x).sum()))(model, torch.ones(2, 3))
+        settings = {"accelerator": "cpu", "devices": world, "default_root_dir": folder, "max_steps": 2}
+        settings |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = lightning.Trainer(strategy=Strategy(), enable_checkpointing=False, **settings)
+        with pytest.raises(
+            spmd.SpmdError, match=r"manual_backward ran on 2 ranks .* self.step = spmd.compile\(self.step\)"
+        ):
+            trainer.fit(ByHand(), DataLoader(TensorDataset(torch.ones(4, 3))))
+
+
+def test_ranks_that_would_train_apart_are_told_the_line_to_add(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, apart_job, tmp_path)
 
 
 @pytest.mark.usefixtures("alone")

@@ -23,13 +23,17 @@ State = dict[str, Tensor]
 
 
 class Net(nn.Module):
+    """Takes transformers' count of labels, which has the first of each row, too; the loss has not."""
+
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, CLASSES))
 
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> dict[str, Tensor]:
         scores = self.net(x)
-        return {"loss": F.cross_entropy(scores.transpose(1, 2), labels), "logits": scores}
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = F.cross_entropy(scores[:, 1:].transpose(1, 2), labels[:, 1:], reduction=reduction)
+        return {"loss": loss / (1 if num_items_in_batch is None else num_items_in_batch), "logits": scores}
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -52,7 +56,7 @@ def train(
     torch.manual_seed(0)
     settings |= {"per_device_train_batch_size": 8 // world, "num_train_epochs": 2, "learning_rate": 0.05}
     settings |= {"save_strategy": "epoch", "eval_strategy": "epoch", "logging_steps": 1, "max_grad_norm": 0.3}
-    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "per_device_eval_batch_size": 8}
+    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "per_device_eval_batch_size": 16 // world}
     arguments = transformers.TrainingArguments(str(folder), **settings)
     given: dict[str, Any] = {"model": Net().double(), "args": arguments, "train_dataset": rows()}
     given["eval_dataset"] = rows()[:16]
@@ -82,7 +86,9 @@ def assert_equal(found: tuple[State, list[float]], expected: tuple[State, list[f
     "style, other, settings",
     [
         pytest.param("fully_shard", "replicate", {"optim": "sgd"}, marks=pytest.mark.exhaustive),
-        ("zero1", "fully_shard", {"optim": "adamw_torch", "gradient_accumulation_steps": 2}),
+        # 6 batches: the last accumulation of an epoch has one
+        ("zero1", "fully_shard", {"optim": "sgd", "gradient_accumulation_steps": 5}),
+        pytest.param("zero1", "replicate", {"optim": "adamw_torch"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_trainer_trains_evaluates_saves_and_resumes_as_on_one_device(
@@ -96,6 +102,22 @@ def test_a_trainer_trains_evaluates_saves_and_resumes_as_on_one_device(
     first = min(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     for found in ranks.run(2, job, folder, other, first.name, settings):
         assert_equal(found, expected)
+
+
+def uneven_job(rank: int, world: int, folder: Path) -> None:
+    import transformers
+
+    from spmd.integrations.transformers import Trainer
+
+    with launched(rank, world):
+        settings: dict[str, Any] = {"accelerator_config": {"even_batches": False}, "use_cpu": True, "report_to": []}
+        arguments = transformers.TrainingArguments(str(folder), per_device_train_batch_size=4, **settings)
+        with pytest.raises(ValueError, match=r"some of 2 ranks get a batch more .*\(it has 11 batches\)"):
+            Trainer(model=Net(), args=arguments, train_dataset=rows()[:44]).get_train_dataloader()
+
+
+def test_a_data_loader_with_a_batch_more_for_some_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, uneven_job, tmp_path)
 
 
 @pytest.mark.usefixtures("alone")
