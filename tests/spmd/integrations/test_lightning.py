@@ -233,7 +233,7 @@ def apart_job(rank: int, world: int, folder: Path) -> None:
             trainer.fit(ByHand(), DataLoader(TensorDataset(torch.ones(4, 3))))
 
 
-def test_ranks_that_would_train_apart_are_told_the_line_to_add(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_would_train_apart_get_the_line_to_add(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, apart_job, tmp_path)
 
 
