@@ -111,12 +111,20 @@ class SkippedSteps:
             skip = sum(infs[1:], infs[0]) != 0
             snapshots = [_Snapshot(tensor) for tensor in _tensors_of(optimizer)]
             state = {parameter: _tensors_by_path(values) for parameter, values in optimizer.state.items()}
+            keys = {(id(owner), key) for owner, values in optimizer.state.items() for key in _keys_of(values)}
         result = optimizer.step(*args, **kwargs)
         with torch.no_grad():
             for each in snapshots:
                 each.restore(skip)
+            self._note_made(optimizer, keys, skip)
             self._undo_state(optimizer, state, {id(each.tensor): each.before for each in snapshots}, skip)
         return result
+
+    def _note_made(self, optimizer: Optimizer, before: set[tuple[int, Any]], skip: Tensor) -> None:
+        """Remember the entries that a step has made, numbers and texts, too: a step that is skipped makes none."""
+        for owner, values in optimizer.state.items():
+            new = [key for key in _keys_of(values) if (id(owner), key) not in before]
+            self.made |= {(id(optimizer), id(owner), key): skip for key in new}
 
     def _undo_state(
         self, optimizer: Optimizer, state: dict[Any, dict[Path, Tensor]], before: dict[int, Tensor], skip: Tensor
@@ -125,9 +133,7 @@ class SkippedSteps:
         for parameter, values in [*optimizer.state.items()]:
             for path, value in _tensors_by_path(values).items():
                 old = state.get(parameter, {}).get(path)
-                if old is None:
-                    self.made[id(optimizer), id(parameter), path[0] if path else None] = skip
-                elif value is not old:
+                if old is not None and value is not old:
                     kept = torch.where(skip, before[id(old)], value)
                     optimizer.state[parameter] = with_item(optimizer.state[parameter], path, kept)
 
@@ -153,6 +159,11 @@ def _tensors_of(optimizer: Optimizer) -> Iterator[Tensor]:
                 yield parameter.grad
     for values in optimizer.state.values():
         yield from tensors_in(values)
+
+
+def _keys_of(values: Any) -> list[Any]:
+    """The keys of the state of a parameter; None for what is by itself under a text."""
+    return [*values] if isinstance(values, dict) else [None]
 
 
 def _tensors_by_path(values: Any) -> dict[Path, Tensor]:

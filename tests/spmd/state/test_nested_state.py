@@ -175,6 +175,25 @@ def test_a_number_in_a_container_is_guarded() -> None:
     assert len(compiled.programs) == 3  # the first call makes the state
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_first_step_that_a_scaler_skips_makes_no_state() -> None:
+    def step(model: Any, optimizer: Any, scaler: torch.amp.GradScaler, x: Tensor, y: Tensor) -> None:
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    case, ends = Fits(), []
+    for each in (step, spmd.compile(step)):
+        torch.manual_seed(0)
+        objects = *case.build(), torch.amp.GradScaler("cpu", init_scale=8.0)
+        for k in range(3):
+            x, y = case.part(0, k)
+            each(*objects, x if k else x * torch.inf, y)
+            ends.append(snapshot(None, objects))
+    assert not any(unequal(want, got, 0, 1) for want, got in zip(ends[:3], ends[3:], strict=True))
+
+
 class Grows(Factors):
     """The list gets longer at each step."""
 
