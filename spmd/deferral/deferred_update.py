@@ -29,14 +29,15 @@ from ..state.flat_storage import address_of
 class PendingUpdate:
     """The state ``tensors`` and the ``owners`` of a call whose update is pending.
 
-    ``memory``: views of this rank's part of each tensor where it lay when the call ended. The update is of that memory,
-    whatever has taken its place since. ``versions``: how often each of ``written``, which the update writes to, had
-    been written to by then.
+    ``memory``: views of this rank's part of each tensor where it lay when the call ended, and ``addresses`` where
+    that is. The update is of that memory, whatever has taken its place since. ``versions``: how often each of
+    ``written``, which the update writes to, had been written to by then.
     """
 
     tensors: list[torch.Tensor]
     owners: list[Any]
     memory: list[torch.Tensor] = field(default_factory=list)
+    addresses: list[Any] = field(default_factory=list)
     written: dict[str, torch.Tensor] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
 
@@ -46,13 +47,15 @@ class PendingUpdate:
         if not self.memory:
             with torch.no_grad():
                 self.memory = [each.detach() for each in map(local_tensor, self.tensors)]
+            self.addresses = [*map(address_of, self.memory)]
 
     def replaced(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """The positions at which the state of a call is another tensor, or the same one with other memory."""
-        where = map(address_of, map(local_tensor, tensors))
-        if all(map(is_, tensors, self.tensors)) and list(where) == list(map(address_of, self.memory)):
+        where = [*map(address_of, map(local_tensor, tensors))]
+        if all(map(is_, tensors, self.tensors)) and where == self.addresses:
             return []
-        return [k for k, pair in enumerate(zip(tensors, self.tensors, self.memory, strict=True)) if _differ(*pair)]
+        pairs = zip(tensors, self.tensors, where, self.addresses, strict=True)
+        return [k for k, (one, other, here, there) in enumerate(pairs) if one is not other or here != there]
 
     def changed(self) -> list[str]:
         """The tensors that were written to since then."""
@@ -82,14 +85,15 @@ class DeferredUpdate:
         owners = [*arguments.modules.values(), *arguments.optimizers.values()]
 
         def run(inputs: Sequence[Any]) -> list[Any]:
-            memory = [] if self.pending is None else self.pending.memory  # where the state still lies
-            name, self.pending = "first" if self.pending is None else "steady", None
+            before, self.pending = self.pending, None
+            name = "first" if before is None else "steady"
             if name == "steady":
                 self.is_lost = True  # unless it goes well
                 self._commit.skip_barrier()
             self.last = self.bundle.programs[name]
             returned = self._executable.run(name, lambda _: inputs)
-            self.is_lost, self.pending = False, PendingUpdate(tensors, owners, memory)
+            memory, addresses = ([], []) if before is None else (before.memory, before.addresses)  # it still lies there
+            self.is_lost, self.pending = False, PendingUpdate(tensors, owners, memory, addresses)
             return returned
 
         return run
@@ -110,10 +114,6 @@ class DeferredUpdate:
         """Drop what is pending, all references to state, and the generated code."""
         self.pending = None
         self._executable.close()
-
-
-def _differ(tensor: torch.Tensor, other: torch.Tensor, memory: torch.Tensor) -> bool:
-    return tensor is not other or address_of(local_tensor(tensor)) != address_of(memory)
 
 
 def _versions(tensors: dict[str, torch.Tensor]) -> list[int]:

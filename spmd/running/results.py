@@ -62,11 +62,10 @@ class Results:
         """Repeat what the step did to attributes, globals, parameter groups and logs, which get what is ``shown``."""
         if not self._captured.writes:
             return
-        live = dict(zip(self._names, tensors, strict=True))
 
         def current(leaf: Any, is_state: bool) -> Any:
             if isinstance(leaf, StateMemory):
-                return live[leaf.name].detach()
+                return tensors[self._names.index(leaf.name)].detach()
             values = returned if is_state else shown
             value = values[leaf.index] if isinstance(leaf, FromOutput) else leaf
             if not isinstance(leaf, FromOutput) or not isinstance(value, torch.Tensor) or not is_state:
