@@ -70,7 +70,7 @@ def test_the_runs_of_a_program_have_its_report(
     options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each has a folder of its own, beside that of the program."""
-    model, optimizer, x, y = regression(6, 5, 4)
+    model, optimizer, x, y = regression(6, 5, 4, rows=8)
     mode = spmd.DataParallel("fully_shard", **options)
     step = compile_on_fake_ranks(2, MLP.step, (model, optimizer), x, y, parallel_mode=mode, dump=tmp_path)
     assert run(tmp_path, "model.0.weight", "--json") == 0
