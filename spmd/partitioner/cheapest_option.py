@@ -95,8 +95,10 @@ class Chooser:
             found = _on_matrices(ask.call, found, ask.operands, index)
         if given is None and ask.hint is not None and isinstance(ask.hint[index], OwnRows):
             found = [option for option in found if option.results[0] == ask.hint[index]] or found
-        elif given is None and self.expert_axes and has(ask.call.target, Trait.POINTWISE):
-            found = [option for option in found if _keeps_batch(option, ask.operands, index)] or found
+        elif given is None and self.expert_axes:
+            stays = [option for option in found if _keeps_batch(option, ask.operands, index)]
+            moves = [option for option in found if option not in stays]
+            found = [*stays, *([] if stays and has(ask.call.target, Trait.POINTWISE) else moves)]
         if given is not None:
             found = [option for option in found if _is_given(option, given, index)]
             if not found:
@@ -123,7 +125,10 @@ class _Ask:
 
 
 def _keeps_batch(option: Option, operands: Sequence[Value], axis: int) -> bool:
-    """Whether rows of the batch stay, so that what comes back from experts is added to the rows of each rank."""
+    """Whether rows of the batch stay, so that what comes back from experts is added to the rows of each rank.
+
+    Of options of equal cost these come first: that rows were gathered for experts is no reason to compute all of them.
+    """
     placed = zip(operands, option.operands, strict=True)
     return all(placement == value.primary[axis] for value, placement in placed if axis in value.batch)
 

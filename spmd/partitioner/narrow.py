@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Axis, Mesh
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, OwnRows, all_shapes, chunk, first_of_each_length, local_shape, splits
+from ..placements import Interleaved, OwnOrder, OwnRows, all_shapes, chunk, first_of_each_length, local_shape, splits
 from ..rules import Info, OpCall, Option, localize_of
 from ..rules.sequences.bands import Band
 from .experts.own_order import splits_tokens
@@ -41,7 +41,7 @@ def narrowed(
             for value, placed in zip(operands, along, strict=True)
         ),
         "owned": tuple(tuple(dict.fromkeys(p for p in each if isinstance(p, OwnRows))) for each in along),
-        "hinted": goal if isinstance(goal, OwnRows) else None,
+        "hinted": goal if isinstance(goal, OwnRows) and not isinstance(goal, OwnOrder) else None,  # sorts make those
     }
     return [replace(each, **known) for each in _on_all_lengths(call, *_with_own_order(call, chosen, mesh))]
 

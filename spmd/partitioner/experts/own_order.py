@@ -7,7 +7,7 @@ looked at first: if one op needs the order of all rows, no rank sorts by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import getitem
@@ -28,6 +28,7 @@ from ...rules import Option, rule_of
 from ...rules.base import P, R, S
 from ..values import call_of, leaves, results
 from .products import PRODUCTS, base, ends_of, rows_of
+from .recomputed import merged
 
 _SAME = {"detach", "alias", "_to_copy", "clone"}
 _SORTS = {"sort", "argsort"}
@@ -40,12 +41,23 @@ def splits_tokens(axis: Axis) -> bool:
     return AxisRole.BATCH in axis.roles and AxisRole.EXPERTS not in axis.roles and axis.size > 1
 
 
-def own_orders(order: Sequence[fx.Node], mesh: Mesh) -> dict[fx.Node, Option]:
-    """By node that computes with rows that each rank sorts by itself: how, along each axis that splits tokens."""
+def own_orders(order: Sequence[fx.Node], mesh: Mesh, first: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Option]:
+    """By node that computes with rows that each rank sorts by itself: how, along each axis that splits tokens.
+
+    ``first``: the originals of recomputed nodes, whose rows have the same order.
+    """
     parts = [mesh.axes[k].size for k in mesh.axes_with(AxisRole.BATCH)]
-    ranks = prod(parts) if any(map(splits_tokens, mesh.axes)) else 1
+    if not any(map(splits_tokens, mesh.axes)):
+        return {}
+    copies = merged(order, first)
+    options = _options(dict.fromkeys(copies.values()), prod(parts))
+    return {node: options[copy] for node, copy in copies.items() if copy in options}
+
+
+def _options(order: Iterable[fx.Node], ranks: int) -> dict[fx.Node, Option]:
+    """How nodes compute with rows that each of ``ranks`` sorts by itself."""
     found, all_rows = dict[fx.Node, _Rows](), list[_Rows]()
-    for node in order if ranks > 1 else ():
+    for node in order:
         read = list(dict.fromkeys(found[each] for each in node.all_input_nodes if each in found))
         if not read and _sorts_keys(node, ranks):
             all_rows.append(_Rows(node, ranks))
@@ -55,7 +67,7 @@ def own_orders(order: Sequence[fx.Node], mesh: Mesh) -> dict[fx.Node, Option]:
             found |= {node: read[0]} if node in read[0].placed else {}
         for each in read[1:]:
             each.is_closed = read[0].is_closed = False
-    closed = (each.options for each in all_rows if each.is_closed and each.is_multiplied)
+    closed = (each.options for each in all_rows if each.is_closed and each.is_grouped)
     return {node: option for options in closed for node, option in options.items()}
 
 
@@ -73,7 +85,8 @@ class _Rows:
     """The rows that one node sorts. ``placed``: what has a dim of them, by node; an op's results are a tuple.
 
     ``numbers``: the nodes that hold their order, with the number of rows of a token, of which they number the tokens;
-    ``_INVERSE`` for those that hold where each row is. ``keys``: those that hold the sorted keys.
+    ``_INVERSE`` for those that hold where each row is. ``keys``: those that hold the sorted keys. ``is_grouped``: the
+    rows of each expert are multiplied or counted.
     """
 
     sort: fx.Node
@@ -83,7 +96,7 @@ class _Rows:
     numbers: dict[fx.Node, int] = field(default_factory=dict)
     keys: set[fx.Node] = field(default_factory=set)
     is_closed: bool = True
-    is_multiplied: bool = False
+    is_grouped: bool = False
 
     def __post_init__(self) -> None:
         self.own = OwnOrder(0)
@@ -109,7 +122,7 @@ class _Rows:
             return self._by_number(node, name)
         if name in _SAME and node.args[0] in self.keys:
             self.keys.add(node)
-        if name == "scatter_add":
+        if name == "scatter_add" or (name == "histc" and self._counted(node)):
             return self._counted(node)
         if name == "new_zeros":
             return self._zeros(node)
@@ -202,7 +215,7 @@ class _Rows:
             return False
         if sum(each in self.placed for each in operands) != len(rows) or not self._ends(ends):
             return False
-        self.is_multiplied = True
+        self.is_grouped = True
         reads = [self.own.along(rows[x]) if x in rows else P if x is ends else R for x in operands]
         gives = [self._given(val, rows) for val in results(node.meta["val"])]
         return self._set(node, reads, *gives)
@@ -237,6 +250,7 @@ class _Rows:
         else:
             return False
         self.options |= {node: Option(tuple(reads), (P,))} if counts else {}
+        self.is_grouped |= counts
         return counts
 
     def _are_keys(self, node: Any) -> bool:

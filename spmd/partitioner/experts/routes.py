@@ -26,6 +26,7 @@ from ...rules import Option, rule_of
 from ..values import call_of, leaves
 from .own_order import own_orders, splits_tokens
 from .products import PRODUCTS, base, ends_of, rows_of
+from .recomputed import originals
 
 _LOOKUPS = {"index", "index_put"}
 _PUT_BACK = {"index", "index_add", "index_put", "index_select", "scatter_add"}
@@ -51,7 +52,8 @@ class Routes:
     def of(cls, program: Program, experts: frozenset[str]) -> Routes:
         """The routes to ``experts``, the parameters that are split by expert."""
         order = list(program.graph.nodes)
-        sorted_apart = own_orders(order, program.mesh)
+        first = originals(order)
+        sorted_apart = own_orders(order, program.mesh, first)
         if not experts:
             return cls(order, own=sorted_apart)
         counts = {
@@ -62,11 +64,13 @@ class Routes:
         groups, rows = dict[fx.Node, ByGroup](), dict[fx.Node, ByGroup]()
         parts = prod(axis.size for axis in program.mesh.axes if splits_tokens(axis))
         for node in order:
-            for of, own, operands in _routed(node, counts, groups, program.room, parts if node in sorted_apart else 1):
+            apart = parts if node in sorted_apart else 1
+            for of, own, operands in _routed(node, counts, groups, program.room, apart, first):
                 if node not in sorted_apart:
                     _check_whole_batch(node, own, program.mesh)
                 groups.setdefault(of, own)
                 rows |= {operand: own.along(dim) for operand, dim in operands}
+        groups |= {node: groups[original] for node, original in first.items() if original in groups}
         hints = dict[fx.Node, ByGroup]()
         for node, own in rows.items():
             _hint(node, own, hints, program.mesh)
@@ -82,12 +86,20 @@ Routed = tuple[fx.Node, ByGroup, list[tuple[fx.Node, int]]]
 
 
 def _routed(
-    node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Node, ByGroup], room: float | None, parts: int
+    node: fx.Node,
+    counts: Mapping[fx.Node, int],
+    groups: Mapping[fx.Node, ByGroup],
+    room: float | None,
+    parts: int,
+    first: Mapping[fx.Node, fx.Node],
 ) -> Iterator[Routed]:
-    """The node that says whose rows ``node`` reads, and those rows with their dims; of ``parts``, each sorted apart."""
+    """The node that says whose rows ``node`` reads, and those rows with their dims; of ``parts``, each sorted apart.
+
+    ``first``: the originals of recomputed nodes; where both say whose rows are whose, all rows are those of the first.
+    """
     name = name_of(node.target) if node.op == "call_function" else ""
     if name in PRODUCTS:
-        ends, rows = ends_of(node), rows_of(node)
+        ends, rows = first.get(ends_of(node), ends_of(node)), rows_of(node)
         count = next((counts[of] for x in node.args[:2] if (of := base(x, _SAME)) in counts), None)
         known = groups.get(ends)
         if known is None and count != ends.meta["val"].shape[0]:  # weights seen as other groups are no experts
@@ -99,6 +111,7 @@ def _routed(
         assert isinstance(indices, (list, tuple))
         whose, count = indices[0], counts.get(base(node.args[0], _SAME))
         if count is not None and isinstance(whose, fx.Node) and whose.meta["val"].ndim == 1 and len(indices) == 1:
+            whose = first.get(whose, whose)
             own = ByGroup(0, whose.name, count, ends=False, rows=len(whose.meta["val"]) // parts)
             yield whose, own, [(node, 0)]
 

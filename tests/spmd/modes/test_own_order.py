@@ -10,15 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import spmd
 from passes import Axis, AxisRole, Kind, Mesh, PartitionError, Role
+from passes.ir.schemas import name_of
 from spmd import placements
 from spmd.partitioner.experts import routes
 from spmd.partitioner.experts.own_order import own_orders
+from spmd.partitioner.experts.recomputed import originals
 from spmd.rules.base import P, R
 from tests.harness import experts as harness
-from tests.harness.experts import EXPERTS, WIDTH, Mixture, Training
+from tests.harness.experts import CHOSEN, EXPERTS, WIDTH, Mixture, Training
 from tests.harness.fake import fake_world
 from tests.harness.oracle import all_unequal, plain_run, snapshot
 from tests.harness.pool import Ranks
@@ -62,6 +65,49 @@ class Two(nn.Module):
         return self.second(self.first(x, chosen)[0], chosen)  # type: ignore[no-any-return]
 
 
+class Recomputed(nn.Module):
+    """Layers that are computed again in backward, which count the rows of each expert for a bias.
+
+    ``form``: whether the bias follows the loads between two steps, or within the layer, so that the second run of a
+    layer chooses other experts than the first one.
+    """
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.layers = form, nn.ModuleList(map(Routed, ("ends", "ends")))
+        for layer in self.layers:
+            layer.register_buffer("loads", torch.zeros(EXPERTS))
+
+    def forward(self, x: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        """As a mixture, whose experts the router and the bias choose."""
+        for layer in self.layers:
+            x = checkpoint(self.layer, layer, x, use_reentrant=False)
+        return x, x.new_zeros(())
+
+    def layer(self, layer: Any, x: Tensor) -> Tensor:
+        """One layer; the rows are counted in a sort of their own."""
+        chosen = (layer.router(x).sigmoid() + layer.bias).topk(CHOSEN).indices
+        layer.loads += chosen.flatten().sort(stable=True).values.bincount(minlength=EXPERTS)
+        if self.form == "within":
+            follow(layer)
+        return x + layer(x, chosen)[0]  # type: ignore[no-any-return]
+
+
+def follow(layer: Any) -> None:
+    """Move the bias of a layer against its loads."""
+    with torch.no_grad():
+        layer.bias += 0.5 * (layer.loads.mean() - layer.loads).sign()
+
+
+def train_with_bias(model: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Training, after which the bias of each layer follows its loads."""
+    result = train(model, *rest)
+    for layer in model.layers:
+        follow(layer)
+        layer.loads.zero_()
+    return result
+
+
 def train(model: nn.Module, optimizer: Any, x: Tensor, chosen: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Training without an auxiliary loss."""
     out = model(x, chosen)[0]
@@ -72,9 +118,9 @@ def train(model: nn.Module, optimizer: Any, x: Tensor, chosen: Tensor, y: Tensor
     return loss, out
 
 
-def given(model: type[nn.Module], ranks: int = 4) -> tuple[Any, ...]:
+def given(model: type[nn.Module], ranks: int = 4, form: str = "ends") -> tuple[Any, ...]:
     torch.manual_seed(0)
-    case, net = Training(), model("ends").double()
+    case, net = Training(), model(form).double()
     batch = case.whole([case.part(rank, 0) for rank in range(ranks)])
     return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), *batch
 
@@ -115,7 +161,7 @@ def forward(x: Tensor, weight: Tensor, scores: Tensor, change: str = "") -> Tens
 def orders(change: str, roles: tuple[AxisRole, ...] = (AxisRole.BATCH,)) -> Any:
     sizes = (16 if change == "other tokens" else 8, 6), (4, 6, 6), (8, 4)
     graph = make_fx(lambda *given: forward(*given, change), tracing_mode="fake")(*map(torch.randn, sizes)).graph
-    return own_orders(list(graph.nodes), Mesh((Axis("dp", 2, "dp", 0, roles=roles),)))
+    return own_orders(list(graph.nodes), Mesh((Axis("dp", 2, "dp", 0, roles=roles),)), {})
 
 
 @pytest.mark.parametrize("change", [
@@ -133,6 +179,27 @@ def test_rows_stay_with_ranks_that_split_tokens() -> None:
     assert orders("looked up")
     assert not orders("", roles=(AxisRole.TENSOR,))
     assert not orders("", roles=(AxisRole.BATCH, AxisRole.EXPERTS))
+
+
+def test_rows_of_a_layer_that_is_computed_again_have_the_same_order() -> None:
+    def first_ends(x: Tensor, weight: Tensor, scores: Tensor) -> Tensor:
+        """Backward of a custom op, whose ends are those of the first run."""
+        (first, _), (_, order) = (scores.topk(2).indices.flatten().sort() for _ in range(2))
+        ends = torch.histc(first.float(), 4, 0, 3).cumsum(0).int()
+        return torch.zeros_like(x).index_add(0, order // 2, product(x[order // 2], weight, ends))
+
+    given = torch.randn(8, 6), torch.randn(4, 6, 6), torch.randn(8, 4)
+    nodes = list(make_fx(first_ends, tracing_mode="fake")(*given).graph.nodes)
+    mesh = Mesh((Axis("dp", 2, "dp", 0, roles=(AxisRole.BATCH,)),))
+
+    def sorted_apart() -> list[bool]:
+        found = own_orders(nodes, mesh, originals(nodes))
+        return [node in found for node in nodes if name_of(node.target) in ("sort", "grouped_mm_fallback")]
+
+    assert sorted_apart() == [True, False, False]  # the first is counted
+    for node in nodes:
+        node.meta["recompute_of"] = "a node before it"
+    assert sorted_apart() == [True, True, True]
 
 
 # Numbers
@@ -154,6 +221,26 @@ def test_micro_batches_are_as_the_plain_step(
     step = spmd.compile(train, parallel_mode=spmd.DataParallel(micro_batches=2, **options))
     world = 4 if "ep" in mesh else 2
     verdict = spmd.verify(step, *given(model), world=world, mesh=mesh, steps=1)
+    assert verdict, str(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, options", [
+    ({"dp": 2}, {"axes": {"batch": "dp"}}),
+    ({"ep": 2}, {"axes": {"batch": "ep", "experts": "ep"}, "parallel_style": "fully_shard"}),
+])  # fmt: skip
+def test_layers_computed_again_count_rows_in_micro_batches(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    """Backward reads where the rows of the first run end, and the rows of the second."""
+    step = spmd.compile(train_with_bias, parallel_mode=spmd.DataParallel(micro_batches=2, **options))
+    verdict = spmd.verify(step, *given(Recomputed), world=2, mesh=mesh, steps=2)
+    assert verdict, str(verdict)
+
+
+@pytest.mark.slow
+def test_layers_computed_again_with_other_experts_are_as_the_plain_step() -> None:
+    """Backward reads where other rows end than it has, so the order is that of all rows."""
+    step = spmd.compile(train, parallel_mode=spmd.DataParallel(axes={"batch": "dp"}))
+    verdict = spmd.verify(step, *given(Recomputed, form="within"), world=2, mesh={"dp": 2}, steps=1)
     assert verdict, str(verdict)
 
 
