@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -91,12 +91,13 @@ def _lines(
     """One line of the table at a time."""
     for entry in entries:
         for style in (each for each in styles if _has(entry, each)):
-            if style == "micro_batches=2" or style == "two stages":
-                found = dict.fromkeys(in_parts(InParts(entry, masked=masked), style) for masked in (True, False))
-                yield (entry.name, entry.kind, style, "", "", "", " / ".join(found))
+            if style in PARTS:
+                found = in_parts(InParts(entry, parts=style))
+                yield (entry.name, entry.kind, style, "", "", "", found)
                 continue
+            on_ranks = cast("Style | Role", style)
             try:
-                findings = ranks.run(2, examine, training_in(entry, style), style, steps, timeout=300.0)
+                findings = ranks.run(2, examine, training_in(entry, on_ranks), on_ranks, steps, timeout=300.0)
             except RankError as error:
                 yield (entry.name, entry.kind, style, "", "", "", _reason(error))
             else:
@@ -152,9 +153,9 @@ def _markdown(lines: list[tuple[str, ...]], before: str) -> str:
 
 
 def _cell(agrees: str) -> str:
-    """Of a step that is refused, the line: sentences are too long for a table."""
-    refused = re.fullmatch(r"PartitionError.*?\((\S+\.py:\d+).*", agrees)
-    return f"refused at {refused[1]}" if refused else agrees
+    """Of a step that does not run, the line of the model: sentences are too long for a table."""
+    line = re.search(r"[\w/]+\.py:\d+", agrees)
+    return f"stops at {line[0]}" if line else agrees
 
 
 def _of(style: str, lines: list[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch.nn import functional as F
 import spmd
 from passes.analysis.reachability import descendants
 from spmd.micro_batches.early_sums import WHOLE
-
-pytestmark = pytest.mark.usefixtures("alone")
+from tests.harness.oracle import Case, assert_agrees, random_generator
+from tests.harness.pool import Ranks
 
 LENGTH, WIDTH, HEADS, TOKENS = 5, 8, 2, 11
 
@@ -85,6 +86,7 @@ def ids(rows: int) -> Tensor:
 STAGES = {"axes": {"stages": "dp"}, "stages": ["layer"], "micro_batches": 2}
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("bias", "rows", "options"),
     [
@@ -101,6 +103,24 @@ def test_rows_that_the_step_makes(bias: Callable[[Tensor], Tensor], rows: int, o
     assert verdict, verdict
 
 
+@dataclass(frozen=True)
+class Reading(Case):
+    """Each rank has rows of its own."""
+
+    def build(self) -> tuple[Any, ...]:
+        return build(by_number)
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        return (torch.randint(TOKENS, (5, LENGTH), generator=random_generator(rank, step)),)
+
+    step = staticmethod(reads)
+
+
+def test_on_two_ranks_whose_last_part_is_short(ranks: Ranks) -> None:
+    assert_agrees(ranks, 2, Reading(), {"parallel_style": "fully_shard", "micro_batches": 3}, steps=2)
+
+
+@pytest.mark.usefixtures("alone")
 def test_equal_rows_are_computed_for_those_of_a_part() -> None:
     compiled = spmd.compile(reads, parallel_mode=spmd.DataParallel(micro_batches=3), passes=())
     compiled(*build(causal), ids(21))
@@ -113,6 +133,7 @@ def test_equal_rows_are_computed_for_those_of_a_part() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 def test_a_certificate_knows_where_the_rows_of_a_run_begin() -> None:
     compiled = spmd.compile(reads, parallel_mode=spmd.DataParallel("fully_shard", micro_batches=3))
     found = spmd.certify(compiled, *build(by_number), ids(10), world=2)
