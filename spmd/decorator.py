@@ -101,7 +101,7 @@ def compile(
     - ``gm_transformation``: called with the final graph of every program, once; returns the graph to run.
     - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``. A name of a style, such as
       ``"fsdp"``, is the mode ``DataParallel("fsdp")``.
-    - ``passes``: the passes to run instead of the mode's own, also of its ``custom_passes``; ``()`` runs none.
+    - ``passes``: the passes to run instead of the mode's own and of its ``custom_passes``; ``()`` runs none.
     - ``backend``: ``"aten"``; ``"inductor"``, which makes kernels of what lies between matrix products, where they are
       quicker; or for regions ``torch.compile``, ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.

@@ -122,8 +122,10 @@ class _Load:
         loaded, given = self.targets.trees, self.objects.given
         for name, module in self.objects.modules.items():
             module.load_state_dict(loaded[name])
-        for parameter in self.objects.parameters.values():
-            master_copies.take(parameter)
+        read = {self.objects.ties.get(name, name) for name in self.targets.tensors}
+        for name, parameter in self.objects.parameters.items():
+            if name in read:
+                master_copies.take(parameter)
         for name, optimizer in self.objects.optimizers.items():
             load_optimizer(optimizer, loaded[name], self.objects.groups[name])
         for name, each in given.items():

@@ -27,10 +27,10 @@ def state_dict(model: nn.Module, *optimizers: Optimizer, full: bool = True) -> A
         raise TypeError(f"expected a torch.nn.Module and optimizers, got {(model, *optimizers)!r}")
     finish_pending()
     states = [model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
+    named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in states[0]}
+    exact = {name: master_copies.exact(p) for name, p in named.items()}
+    states[0] |= {name: parts.clone() for name, parts in exact.items() if parts is not None}
     if full:
-        named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in states[0]}
-        exact = {name: master_copies.exact(p) for name, p in named.items()}
-        states[0] |= {name: parts for name, parts in exact.items() if parts is not None}
         states = [tree_map(_whole, state) for state in states]
     return states[0] if not optimizers else tuple(states)
 

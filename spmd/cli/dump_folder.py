@@ -35,8 +35,8 @@ def program_folder(folder: Path) -> Path:
 
 def report_of(folder: Path) -> Report:
     """The report of the program in ``folder``. Raises ``ValueError`` for a file that is none."""
-    path = folder / _REPORT
-    if not path.is_file() and (runs := folder.with_name(folder.name.rpartition("-")[0]) / _REPORT).is_file():
+    path, program = folder / _REPORT, folder.name.rpartition("-")[0]
+    if not path.is_file() and program and (runs := folder.with_name(program) / _REPORT).is_file():
         raise ValueError(f"{folder} is a run of the program in {runs.parent}, which has the report of all: name that")
     try:
         return Report.from_dict(json.loads(path.read_text()))

@@ -69,10 +69,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepared.begin = partial(self._begin, prepared)
         return prepared  # type: ignore[no-any-return]
 
-    def _begin(self, loader: Any) -> None:
-        """Begin an epoch; with a model that trains, every rank has to have as many batches."""
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """Make a data loader without the first batches, as accelerate does, of which ranks get as many as before."""
+        skipped = super().skip_first_batches(dataloader, num_batches)
+        skipped.begin = partial(self._begin, skipped, dataloader)
+        return skipped  # type: ignore[no-any-return]
+
+    def _begin(self, loader: Any, whole: Any = None) -> None:
+        """Begin an epoch; with a model that trains, every rank has to have as many batches.
+
+        ``whole``: the data loader of whose batches ``loader`` leaves out the first.
+        """
         if torch.is_grad_enabled() and any(model.training for model in self._models):
-            check_even(loader, "Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=True))")
+            check_even(whole or loader, "Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=True))")
         type(loader).begin(loader)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

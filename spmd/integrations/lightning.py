@@ -267,8 +267,8 @@ def _own_rows_named(module: Any, named: set[str]) -> Iterator[None]:
 
     def checked(name: str, value: Any, *given: Any, **options: Any) -> None:
         is_own = not (options.get("sync_dist") or options.get("rank_zero_only") or isinstance(value, Metric))
-        first = not dist.is_initialized() or dist.get_rank() == 0  # of ranks that all log it
-        if is_own and first and dist.get_world_size() > 1 and name not in named:
+        warns = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0  # of ranks that all log it
+        if is_own and warns and name not in named:
             named.add(name)
             warn_user(
                 f"{name} is logged of the rows of one rank: self.log({name!r}, ..., sync_dist=True) logs the mean over "

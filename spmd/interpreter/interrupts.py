@@ -137,10 +137,12 @@ class _HeldSignals:
     def end(self) -> None:
         """Hold nothing any more, and answer."""
         self._is_over = True  # should a handler raise below, those of the others are called by ours from now on
-        for number, handler in self._handlers.items():
-            if _signal.getsignal(number) is self._handler:
-                _signal.signal(number, handler)
-        self.answer()
+        try:
+            for number, handler in self._handlers.items():
+                if _signal.getsignal(number) is self._handler:
+                    _signal.signal(number, handler)
+        finally:
+            self.answer()
 
 
 _in_call: _HeldSignals | None = None  # of the call that the main thread makes

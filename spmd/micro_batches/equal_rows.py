@@ -27,7 +27,7 @@ def compute_equal_rows_in_part(program: Program) -> None:
     """Replace slices of values that are equal along their dim; nodes that nothing reads any more are erased."""
     slices = program.graph.find_nodes(op="call_function", target=aten.slice.Tensor)
     equal = equal_dims(program.graph) if slices else {}
-    found = [node for node in slices if along(node) in equal[node.all_input_nodes[0]]]
+    found = [node for node in slices if along(node) in equal[node.all_input_nodes[0]] and node.meta["val"].numel()]
     for node in found:
         part = _Part(node).of(node.all_input_nodes[0], along(node), node.meta["val"].shape[along(node)])
         part.meta |= {key: node.meta[key] for key in ("placement", "captured", "grad_of") if key in node.meta}

@@ -36,6 +36,11 @@ def follow_the_run(program: Program, second: Program) -> bool:
     """
     other: dict[fx.Node, fx.Node] = {}
     moved = []
+    if program.node_count != second.node_count:
+        raise PartitionError(
+            f"the second micro-batch of {program.name} has other ops than the first, which micro_batches does not "
+            "support: pass parts of equal rows"
+        )
     for node, its in zip(program.graph.nodes, second.graph.nodes, strict=True):
         other[node] = its
         if node.op != its.op or node.target != its.target or not _are_equal(node, its, other):

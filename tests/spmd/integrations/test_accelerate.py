@@ -174,6 +174,8 @@ def refused_job(rank: int, world: int) -> None:
         model, loader = accelerator.prepare(model, DataLoader(data, batch_size=2))
         with pytest.raises(ValueError, match=r"some of 2 ranks get a batch more than others .*\(it has 3 batches\)"):
             next(iter(loader))
+        with pytest.raises(ValueError, match="some of 2 ranks get a batch more than others"):
+            next(iter(accelerator.skip_first_batches(loader, 1)))
         accelerator.dataloader_config.split_batches = True
         loader = accelerator.prepare(DataLoader(data, batch_size=4))
         with pytest.raises(ValueError, match=r"the last batch has 1 rows.*even_batches=True"):

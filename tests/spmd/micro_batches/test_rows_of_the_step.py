@@ -138,3 +138,16 @@ def test_a_certificate_knows_where_the_rows_of_a_run_begin() -> None:
     compiled = spmd.compile(reads, parallel_mode=spmd.DataParallel("fully_shard", micro_batches=3))
     found = spmd.certify(compiled, *build(by_number), ids(10), world=2)
     assert found, found
+
+
+def test_a_cut_without_rows_adds_nothing() -> None:
+    """Of a single row, which is equal in all of its rows, and of which nothing is taken."""
+    compiled = spmd.compile(reads, parallel_mode=spmd.DataParallel(micro_batches=2))
+    verdict = spmd.verify(
+        compiled,
+        *build(lambda ids: torch.zeros(1, LENGTH, dtype=torch.float64).cos()[1:].sum(0)),
+        ids(8),
+        world=1,
+        steps=1,
+    )
+    assert verdict, verdict
