@@ -100,12 +100,15 @@ class Dispatch:
         anew (``call/unequal_rows.py``). Ranks that would run one program have equal numbers of them.
 
         A rank that ended the call before, which failed on another, learns of that here; where the other makes this
-        call by now, they connect anew, and make it together.
+        call by now, they connect anew, and make it together, or learn why this rank does not.
         """
         try:
             self._begin(turn, args, kwargs)
-        except RankFailedError:
+        except BaseException as error:  # an interrupt, too
             if turn.connection is None or not turn.connection.is_awaited():
+                raise
+            if not isinstance(error, RankFailedError):
+                self._report_failure(error)
                 raise
             vars(turn).update(vars(Turn()))
             self._begin(turn, args, kwargs)
@@ -337,8 +340,17 @@ class Dispatch:
             self.options.timeout,
         )
         if not isinstance(error, Exception):  # an interrupt
-            ranks.report_interrupt(self.name, error)
+            ranks.report_error(self.name, error)
             return
         message = f"failed: {type(error).__name__}: {error}"
         with suppress(RankMismatchError):
-            agree_on_program(ranks.connect(self.name), self.name, FAILED, lambda: [message], self.options.timeout)
+            while not self._has_reported(ranks, message):
+                pass  # once more, to ranks that make this call in the next connection
+
+    def _has_reported(self, ranks: MeshRanks, message: str) -> bool:
+        connection = ranks.connect(self.name)
+        try:
+            agree_on_program(connection, self.name, FAILED, lambda: [message], self.options.timeout)
+        except RankFailedError:
+            return connection is None or not connection.is_awaited()
+        return True

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -220,14 +220,16 @@ class Connection:
             self.close()
 
     def is_awaited(self) -> bool:
-        """Whether ranks whose call failed wait for this rank's call, which has learned of that before it began.
+        """Whether ranks whose call failed wait for this rank's call, which has raised here before all had begun it.
 
-        If not, this one raises, and such a rank learns of that.
+        If not, this one raises, and such a rank learns of that. Only the word that is settled decides: all ranks that
+        are here in time have reported that they lost the others, whether they join these ranks or not.
         """
         with suppress(Exception):  # as above
-            others = [each for each in self.board.read() if each.rank != dist.get_rank()]
-            if self.is_closed and others and all(each.call < self.calls for each in others):
-                return self._settle(self.calls, _RAISES) == _JOINS
+            is_ahead = any(each.call < self.calls for each in self.board.read() if each.rank != dist.get_rank())
+            if self.is_closed and is_ahead and self._settle(self.calls, _RAISES) == _JOINS:
+                self.calls -= 1  # this call is one of the next connection
+                return True
         return False
 
     def follow(self, partly: str) -> None:
@@ -238,16 +240,12 @@ class Connection:
         """
         number, found = self.calls + 1, dict[int, Standing]()
         with suppress(Exception):  # without the store, ranks cannot connect either, and that says why
-            if not self._later_failures(number) and self._settle(number, _JOINS) == _JOINS:
+            if self._settle(number, _JOINS) == _JOINS:
                 return
-            found = {each.rank: each.standing for each in self._later_failures(number)}
+            found = {each.rank: each.standing for each in self.board.read() if each.call >= number}
         found[dist.get_rank()] = replace(self.standing, partly=partly or self.standing.partly)
         self.calls = number
         check_equal(self.standing, [found[rank] for rank in sorted(found)], sorted(found))
-
-    def _later_failures(self, number: int) -> list[Failure]:
-        """The failures of ranks that came to the call of this ``number`` or a later one."""
-        return [each for each in self.board.read() if each.call >= number and each.rank != dist.get_rank()]
 
     def _settle(self, number: int, proposed: str) -> str:
         """What all ranks do that come to a call of this ``number``: what the first of them ``proposed``."""
@@ -285,23 +283,15 @@ class _Ranks:
         """The connection last made, if ranks can still communicate in it."""
         return self.connection if self.connection is not None and self.connection.is_open else None
 
-    def carry_over(self, standing: Standing) -> None:
+    def carry_over(self, standing: Standing) -> str:
         """Let ``standing``, which state got among the ranks of an earlier process group, be compared among these.
 
-        Raises ``StateError`` if these are connected already, with other state; the others raise, too.
+        Returns why that is too late, if these are connected already, with other state.
         """
         if standing is self.standing:
-            return
-        found, self.standing = self.open_connection(), standing
-        if found is not None:
-            self.refuse(found, f"{standing.describe()}, of an earlier process group")
-
-    def refuse(self, found: Connection, state: str) -> NoReturn:
-        """Raise ``StateError`` for a ``state`` that the ranks connected without; the others raise, too."""
-        error = StateError(f"this state is {state}. {WAY_OUT}", self.standing)
-        found.calls += 1
-        found.fail(error, StateIs.BEFORE)
-        raise error
+            return ""
+        self.standing = standing
+        return f"{standing.describe()}, of an earlier process group"
 
 
 _known: dict[tuple[str, ...], _Ranks] = {}  # by the names of the user's groups
@@ -323,17 +313,20 @@ def connect(
 
     ``carried``: the standing of state that was refused, maybe among the ranks of an earlier process group; ``partly``:
     why it is partly updated, if it is. ``has_failed``: the last call on this state did.
+    Where one on other state did, a rank that had ended that one may raise in this call alone (docs/limits.md).
 
     Waits for all ranks to come to ``what``. Raises ``RankMismatchError`` if one does not come or fails meanwhile, and
     ``StateError`` if the state of the ranks is not whole or not the same, unless all of them come ``to_recover`` it.
     """
-    known = _ranks_of(theirs)
+    known, refused = _ranks_of(theirs), f"{PARTLY} ({partly})" if partly and not to_recover else ""
     if carried is not None and not partly:  # which would be known of its own models alone
-        known.carry_over(carried)
+        refused = known.carry_over(carried)
     if (found := known.open_connection()) is not None:
-        if partly and not to_recover:
-            known.refuse(found, f"{PARTLY} ({partly})")
-        return found
+        if not refused:
+            return found
+        error = StateError(f"this state is {refused}. {WAY_OUT}", known.standing)
+        report_error(theirs, members, what, error)
+        raise error
     if has_failed and not to_recover and known.connection is not None and known.connection.is_closed:
         known.connection.follow(partly)
     longest = min(map(timeout_of, theirs))
@@ -361,13 +354,14 @@ def connect(
     return made
 
 
-def report_interrupt(theirs: Sequence[Any], members: Members, what: str, error: BaseException) -> None:
+def report_error(theirs: Sequence[Any], members: Members, what: str, error: BaseException) -> None:
     """Let the ranks that come to ``what`` know why this one does not, without waiting for them."""
     known = _ranks_of(theirs)
     if (found := known.open_connection()) is not None:
         found.calls += 1
         found.fail(error, StateIs.BEFORE)
-        return
+        if not found.is_awaited():
+            return
     known.connection = None
     with deferred_signals():
         rendezvous = _Rendezvous(theirs, members, 0.0, what)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import RankFailedError, RankMismatchError
 from passes.runtime.peer_connection import PeerLostError
 
-from .connection import Connection, connect, report_interrupt
+from .connection import Connection, connect, report_error
 from .failures import StateIs, described
 from .members import Members
 from .patience import PATIENT, LateError
@@ -89,10 +89,10 @@ class MeshRanks:
             carried.check(partly)
         return None
 
-    def report_interrupt(self, what: str, error: BaseException) -> None:
+    def report_error(self, what: str, error: BaseException) -> None:
         """Let the ranks that come to ``what`` know why this one does not, without waiting for them."""
         if self.groups:
-            report_interrupt(self.groups, self.members, what, error)
+            report_error(self.groups, self.members, what, error)
 
 
 def agree_on_program(

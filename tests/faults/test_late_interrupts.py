@@ -21,7 +21,7 @@ from tests.harness.pool import Ranks
 
 from . import faults
 from .faults import Fault
-from .test_failed_calls import Trial, communicating
+from .test_failed_calls import CASE, Trial, communicating
 
 BARRIER = "the end of this call"  # what ranks wait for in front of the update
 
@@ -159,22 +159,26 @@ def test_signals_are_held_from_a_moment_of_a_call_on_but_for_the_second_of_a_kin
 
 
 def fails_behind_the_others(
-    rank: int, world: int, transport: str, how: str, first: str, folder: Path
+    rank: int, world: int, failing: tuple[int, ...], transport: str, how: str, first: int, folder: Path
 ) -> tuple[list[str], list[str]]:
-    """Rank 1 fails in its third call, which rank 0 ends; four more calls of each raise, and all state is recovered."""
-    ended, came = folder / "ended", folder / "came"
+    """Some ranks fail in their third call, which others end; four more calls of each raise, and all state is recovered.
+
+    Rank ``first`` comes first to the fourth call; where two have failed, the second of them comes last.
+    """
+    ended, came = [[folder / f"rank {each} {what}" for each in range(world)] for what in ("ended", "came")]
 
     def fails() -> None:
-        wait_for(ended)
+        for each in {*range(world)} - {*failing}:
+            wait_for(ended[each])
         if how == "partly updated":
             faults.raises()
         sends()
         sends()  # the second is not held
 
     fault, doing = None, nullcontext[Any]()
-    if rank == 1 and how == "partly updated":
+    if rank in failing and how == "partly updated":
         fault = Fault(fails, 0.999)
-    elif rank == 1:
+    elif rank in failing:
         doing = before(patience.Patience, "wait", fails, waits_at_the_barrier)
     with communicating(rank, transport):
         trial = Trial(rank, world, "replicate")
@@ -182,35 +186,82 @@ def fails_behind_the_others(
             trial.call(k)
         with answered(), doing:
             messages = [trial.failing(2, fault)[0]]
-        ended.touch()
+        ended[rank].touch()
         if rank != first:
-            wait_for(came)
-        with before(_Rendezvous, "arrive", came.touch) if rank == first == 1 else nullcontext():
+            wait_for(came[0 if rank in failing[1:] else first])
+        with before(_Rendezvous, "arrive", came[rank].touch) if first in failing else nullcontext():
             messages.append(trial.failing(3, None)[0])
-        came.touch()
+        came[rank].touch()
         messages += [trial.failing(k, None)[0] for k in range(4, 7)]
         (folder / f"rank {rank} has raised").touch()
-        wait_for(folder / f"rank {1 - rank} has raised")  # it makes no more calls meanwhile
+        for each in range(world):
+            wait_for(folder / f"rank {each} has raised")  # it makes no more calls meanwhile
         trial.step.recover()
         for k in range(3 if how == "partly updated" else 2, 5):
             result = trial.call(k)
     return messages, trial.unequal(5, result)
 
 
-@pytest.mark.parametrize("transport, how, first", [
-    ("messages", "partly updated", 0),
-    ("shared memory", "partly updated", 1),
-    ("shared memory", "an update behind", 0),
-    ("messages", "an update behind", 1),
+@pytest.mark.parametrize("world, failing, transport, how, first", [
+    (2, (1,), "messages", "partly updated", 0),
+    (2, (1,), "shared memory", "partly updated", 1),
+    (2, (1,), "shared memory", "an update behind", 0),
+    (2, (1,), "messages", "an update behind", 1),
+    (3, (1,), "messages", "partly updated", 0),
+    (3, (1,), "shared memory", "partly updated", 1),
+    (3, (1, 2), "shared memory", "an update behind", 0),
+    (3, (1, 2), "messages", "partly updated", 1),
 ])  # fmt: skip
-def test_a_rank_that_failed_where_another_ended_the_call_answers_as_many_calls(
-    ranks: Ranks, transport: str, how: str, first: int, tmp_path: Path
+def test_ranks_that_failed_where_others_ended_the_call_answer_as_many_calls(
+    ranks: Ranks, world: int, failing: tuple[int, ...], transport: str, how: str, first: int, tmp_path: Path
 ) -> None:
-    """Neither waits for a call that the other never makes, whichever comes to the next one ``first``."""
-    (other, differ), (own, differ_too) = ranks.run(2, fails_behind_the_others, transport, how, first, tmp_path)
-    assert other[0] == "" and own[0].startswith(("Injected", "KeyboardInterrupt"))
-    assert other[1].startswith("RankFailedError" if first == 0 else "StateError")
-    for message in (*other[2:], *own[1:]):
-        assert message.startswith("StateError") and "rank 0: whole, after 3 updates; rank 1: " in message
-        assert ("partly updated" if how == "partly updated" else "whole, after 2 updates") in message
-    assert differ == differ_too == []
+    """None waits for a call that another never makes, whichever comes to the next one ``first``."""
+    given = failing, transport, how, first, tmp_path
+    outcomes = ranks.run(world, fails_behind_the_others, *given, timeout=120)
+    for rank, (messages, differ) in enumerate(outcomes):
+        has_failed, joined = rank in failing, first in failing
+        assert messages[0].startswith(("Injected", "KeyboardInterrupt")) if has_failed else messages[0] == ""
+        assert messages[1].startswith("StateError" if has_failed or joined else "RankFailedError")
+        for message in messages[1 if has_failed or joined else 2 :]:
+            assert message.startswith("StateError") and "rank 0: whole, after 3 updates; rank " in message
+            assert ("partly updated" if how == "partly updated" else "whole, after 2 updates") in message
+        assert differ == []
+
+
+def raises_ahead(rank: int, world: int, how: str, folder: Path) -> list[str]:
+    """Rank 1 fails in its third call, which rank 0 ends, and waits in its fourth, which rank 0 raises in by itself."""
+    ended, came = folder / "ended", folder / "came"
+
+    def fails() -> None:
+        wait_for(ended)
+        faults.raises()
+
+    with communicating(rank, "messages"):
+        trial = Trial(rank, world, "replicate")
+        for k in range(2):
+            trial.call(k)
+        messages = [trial.failing(2, Fault(fails, 0.999) if rank == 1 else None)[0]]
+        ended.touch()
+        doing = before(_Rendezvous, "arrive", came.touch)
+        if rank == 0:
+            wait_for(came)
+            doing = before(patience.Patience, "wait", sends) if how == "is interrupted" else nullcontext()
+        batch = slice(0, 0 if rank == 0 and how == "lacks arguments" else None)
+        with answered(), doing, pytest.MonkeyPatch.context() as patched:
+            patched.setattr(trial, "call", lambda k: trial.step(*trial.objects, *CASE.part(rank, k)[batch]))
+            messages.append(trial.failing(3, None)[0])
+        messages.append(trial.failing(4, None)[0])
+    return messages
+
+
+@pytest.mark.parametrize("how, own, others", [
+    ("lacks arguments", "TypeError", "StateError"),
+    ("is interrupted", "KeyboardInterrupt", "RankFailedError"),
+])  # fmt: skip
+def test_a_rank_that_failed_learns_why_one_that_ended_the_call_does_not_join_it(
+    ranks: Ranks, how: str, own: str, others: str, tmp_path: Path
+) -> None:
+    ahead, behind = ranks.run(2, raises_ahead, how, tmp_path, timeout=100)
+    assert ahead[0] == "" and behind[0].startswith("Injected")
+    assert ahead[1].startswith(own) and behind[1].startswith(others)
+    assert all(messages[2].startswith("StateError") for messages in (ahead, behind))
