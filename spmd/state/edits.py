@@ -38,7 +38,7 @@ class Edits:
         self.names = [names[k] for k in self._positions]
         self.parts = [copied[name] for name in self.names]
         self._ids: list[int] = []
-        self._references: list[weakref.ref[torch.Tensor]] = []
+        self._references: list[weakref.ref[torch.Tensor]] = []  # to storages: torch converts no DTensor that has some
         self._versions: list[int] = []
         self._before: list[int] | None = None  # the versions at the start of this call, if nothing was written
         self._own: list[int] | None = None  # how often a call writes to each tensor itself, once that is known
@@ -64,7 +64,7 @@ class Edits:
             _remember_last()
             _last = self
         tensors = self.tensors(live)
-        self._ids, self._references = list(map(id, tensors)), list(map(weakref.ref, tensors))
+        self._ids, self._references = list(map(id, tensors)), list(map(weakref.ref, map(local_tensor, tensors)))
         self._versions = _versions_of(tensors)
 
     def made(self, live: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -201,7 +201,7 @@ def _remember_last() -> None:
 def _known(tensor: torch.Tensor) -> int | None:
     """The version of a tensor at the end of a call; None of one that no call knew, even by a dead one's id."""
     reference, version = _versions.get(id(tensor), (None, None))
-    return version if reference is not None and reference() is tensor else None
+    return version if reference is not None and reference() is local_tensor(tensor) else None
 
 
 _PLAIN: set[Any] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}

@@ -87,7 +87,7 @@ def _part_of(parameter: torch.Tensor, placement: Placements, mesh: DeviceMesh) -
     return local
 
 
-_masters: dict[int, tuple[weakref.ref[torch.Tensor], Master]] = {}  # by the id of the parameter
+_masters: dict[int, tuple[weakref.ref[torch.Tensor], Master]] = {}  # by the id of the rank's storage
 
 
 def bind(call: Call, program: Program) -> dict[str, torch.Tensor]:
@@ -107,20 +107,24 @@ def bind(call: Call, program: Program) -> dict[str, torch.Tensor]:
 
 
 def put_back(call: Call, program: Program) -> None:
-    """Make parameters whole and exact again that a program updates or splits without their master copies.
+    """Make parameters whole and exact again that a program updates or splits without the master copies that there are.
 
     All ranks call it. A simulated rank has no others to ask, and goes on with what was sent.
     """
     if simulated():
         return
-    taken = {declared.of for declared in program.inputs if declared.role is Role.MASTER}
+    taken = {declared.of: declared for declared in program.inputs if declared.role is Role.MASTER}
     updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
     placed = {declared.name: declared for declared in _declared(program)}
     for slot in call.slots:
         declared = placed.get(slot.input.name)
-        if declared is None or slot.input.role is not Role.PARAMETER or slot.input.name in taken:
+        if declared is None or slot.input.role is not Role.PARAMETER:
             continue
-        if declared.in_place or declared.name in updated or declared.placement != _placement(slot.get(), call):
+        if (own := taken.get(slot.input.name)) is not None:
+            master = _of(slot.get())
+            if master is not None and not master.is_for(own, call.device_mesh):
+                _put_back(slot.get(), call)
+        elif declared.in_place or declared.name in updated or declared.placement != _placement(slot.get(), call):
             _put_back(slot.get(), call)
 
 
@@ -157,15 +161,18 @@ def take(parameter: torch.Tensor) -> None:
 
 
 def _of(parameter: torch.Tensor) -> Master | None:
-    reference, master = _masters.get(id(parameter), (None, None))
-    if master is None or reference is None or reference() is not parameter or not master.fits(parameter):
+    local = local_tensor(parameter)
+    reference, master = _masters.get(id(local), (None, None))
+    if master is None or reference is None or reference() is not local or not master.fits(parameter):
         return None
     return master
 
 
 def _keep(parameter: torch.Tensor, master: Master) -> None:
-    key = id(parameter)
-    _masters[key] = weakref.ref(parameter, lambda _: _masters.pop(key, None)), master
+    """Refer to the rank's storage: a DTensor with weak references could not be converted (``model.double()``)."""
+    local = local_tensor(parameter)
+    key = id(local)
+    _masters[key] = weakref.ref(local, lambda _: _masters.pop(key, None)), master
 
 
 def _world() -> weakref.ref[Any] | None:

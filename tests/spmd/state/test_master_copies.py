@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 import spmd
@@ -189,6 +190,42 @@ def switched(rank: int, world: int) -> list[str]:
 
 def test_a_step_without_the_option_goes_on_exactly(ranks: Ranks) -> None:
     assert ranks.run(2, switched) == [[]] * 2
+
+
+def sent_otherwise(rank: int, world: int) -> list[str]:
+    """Where steps that send parameters in other dtypes than the one before begin with other values than its exact."""
+    (model, optimizer), wrong = build(), list[str]()
+    for k, wire in enumerate((BF16, torch.float16, BF16)):
+        before = {name: each.clone() for name, each in spmd.state_dict(model).items()}
+        step = spmd.compile(train, parallel_mode=spmd.DataParallel(shard_optimizer=True, gather_dtype=wire))
+        step(model, optimizer, *batch(rank, k))
+        plain, _ = build()
+        plain.load_state_dict({name: each.to(wire).double() for name, each in before.items()})
+        gradients = torch.autograd.grad(
+            F.mse_loss(plain(whole(k, world)[0]), whole(k, world)[1]), [*plain.parameters()]
+        )
+        plain.load_state_dict({name: each - LR * g for (name, each), g in zip(before.items(), gradients, strict=True)})
+        wrong += [] if agrees(spmd.state_dict(model), plain) else [f"{k}: {wire}"]
+    return wrong
+
+
+def test_a_step_that_sends_another_dtype_goes_on_exactly(ranks: Ranks) -> None:
+    assert ranks.run(2, sent_otherwise) == [[]] * 2
+
+
+def converted(rank: int, world: int) -> list[torch.dtype]:
+    """The dtypes of a model that was trained with a DTensor among its parameters, which torch swaps to convert."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model, _ = build()
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh["tp"], [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    step = spmd.compile(train, parallel_mode=spmd.DataParallel(mesh=mesh["dp"], **ROUNDED))
+    step(model, optimizer, *batch(rank, 0))
+    return [each.dtype for each in model.float().parameters()]
+
+
+def test_a_model_with_dtensors_can_be_converted(ranks: Ranks) -> None:
+    assert ranks.run(2, converted) == [[torch.float32] * 4] * 2
 
 
 def run_with(rank: int, world: int, by_messages: bool, options: dict[str, Any]) -> list[Tensor]:
