@@ -141,7 +141,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the name of the node that computed the same before: it is repeated on purpose",
         (_CAPTURE, "passes/communication", _MEMORY),
-        (_CAPTURE, _MERGE_EQUAL, "passes/communication", _REGIONS, _STAGES),
+        (_CAPTURE, _MERGE_EQUAL, "passes/communication", _PARTITIONER, _REGIONS, _STAGES),
         Relation.STEP,
     ),
     Key(

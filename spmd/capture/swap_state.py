@@ -160,7 +160,8 @@ class StateSwap:
 
     def _fake_optimizer_state(self, path: str, optimizer: torch.optim.Optimizer) -> WatchedState:
         state = WatchedState(self._note_read)
-        self.fake_state[id(optimizer.state)] = state
+        if not all(isinstance(each, dict) for each in optimizer.state.values()):
+            self.fake_state[id(optimizer.state)] = state  # else not: in a cycle, live tensors would stay for longer
         for key, values in optimizer.state.items():
             if not isinstance(values, dict):  # under a text
                 state[key] = with_fakes(values, self.by_id)

@@ -119,7 +119,8 @@ def test_what_evaluation_logs_of_the_rows_of_one_rank_is_named_once(monkeypatch:
             logged.append(name)
 
     module, named = Module(), set[str]()
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 0}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     with pytest.warns(UserWarning) as caught, _own_rows_named(module, named):
         for _ in range(2):
             module.log("own", 1.0)
