@@ -1,6 +1,6 @@
 """Master copies: a rank's own part of a parameter, exact, where what all ranks hold of the parameter was rounded.
 
-What all hold is what was sent. Whoever writes to the parameter between calls writes to that alone, so an update begins
+What all hold is what was sent. A write to the parameter between calls reaches that alone, so an update begins
 with ``current``: of each element the master copy, where the whole parameter has what was sent of it, and else what the
 parameter has. The bits decide, since torch does not count all writes (``parameter.data.copy_``).
 """

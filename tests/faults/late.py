@@ -1,6 +1,6 @@
 """Communication at its latest: the windows between the start of a message and the wait for it, forced open.
 
-A collective runs on copies. Until its wait, what it writes to has NaN in all bytes, so that whoever reads it early, or
+A collective runs on copies. Until its wait, what it writes to has NaN in all bytes, so that an op which reads early, or
 copies it, has NaN; and at the wait what it reads must still be as it was at the start, and what it writes to untouched.
 So nothing depends on when a message leaves or arrives. A rank may also be slow at each start and at each wait, and all
 waits last longer than the slices in which ranks wait.
