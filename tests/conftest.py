@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .harness.pool import Ranks
 
 os.environ["SPMD_QUIET"] = "1"  # the ranks and programs that tests start, too
+# Programs are forked from a process that has loaded torch, which reads this once. ``spmd run`` sets it before it does.
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # variables that a launcher sets
 SEED = 9_075  # of each test: none that a test would choose, for two models of a test may have to differ

@@ -190,6 +190,18 @@ def test_hosts_of_slurm_that_would_train_by_themselves_are_refused(
     assert end.value.code == 2 and "pass --nnodes 2 and --rdzv-endpoint HOST:PORT" in capsys.readouterr().err
 
 
+def test_torch_logs_errors_alone(script: Path) -> None:
+    """It reads the variable once: peers that are gone would be printed with its own stack behind a rank's error."""
+    code = (
+        "import os, sys, types; from spmd.cli.commands import main; "
+        "end = lambda name, *_: sys.exit(os.environ['TORCH_CPP_LOG_LEVEL']) if name == 'torch' else None; "
+        f"sys.meta_path.insert(0, types.SimpleNamespace(find_spec=end)); main(['run', '-n', '1', {str(script)!r}])"
+    )
+    ours = {k: v for k, v in environment().items() if k != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", code], env=ours, capture_output=True, text=True)
+    assert done.stderr == "ERROR\n"
+
+
 @pytest.mark.parametrize("command", ["--help", "--version", "run --help"])
 def test_help_and_version_do_not_import_torch(command: str) -> None:
     code = (
