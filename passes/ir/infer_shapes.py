@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from .._torch import FakeTensor, FakeTensorMode
 from ..errors import PassError
+from . import grouped_products as grouped_products  # gives an op its shapes
 from .program import Program
 
 

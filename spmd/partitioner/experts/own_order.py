@@ -27,7 +27,7 @@ from ...placements import OwnOrder
 from ...rules import Option, rule_of
 from ...rules.base import P, R, S
 from ..values import call_of, leaves, results
-from .products import PRODUCTS, base, ends_of, rows_of
+from .products import base, ends_of, is_grouped, rows_of
 from .recomputed import merged
 
 _SAME = {"detach", "alias", "_to_copy", "clone"}
@@ -116,7 +116,7 @@ class _Rows:
         if not isinstance(node.target, OpOverload) or draws(node.target, node.args, node.kwargs):
             return False  # what is drawn for a row depends on its position
         name = name_of(node.target)
-        if name in PRODUCTS:
+        if is_grouped(node):
             return self._product(node)
         if any(each in self.numbers for each in node.all_input_nodes) and name not in _BLANK:
             return self._by_number(node, name)

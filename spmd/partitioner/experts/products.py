@@ -9,9 +9,14 @@ from torch import fx
 
 from passes.ir.schemas import name_of
 
-PRODUCTS = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
+_PRODUCTS = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
 # By the numbers of dims of the two factors: the dim of each that has rows.
 _RAGGED: dict[tuple[int, int], list[int | None]] = {(2, 3): [0], (3, 2): [None, 1], (2, 2): [1, 0]}
+
+
+def is_grouped(node: fx.Node) -> bool:
+    """Whether a node multiplies rows that are sorted by group; not so of two factors of three dims."""
+    return node.op == "call_function" and name_of(node.target) in _PRODUCTS and len(node.all_input_nodes) > 2
 
 
 def ends_of(product: fx.Node) -> fx.Node:

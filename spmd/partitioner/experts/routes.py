@@ -25,7 +25,7 @@ from ...placements import ByGroup, Dealt, OwnOrder
 from ...rules import Option, rule_of
 from ..values import call_of, leaves
 from .own_order import own_orders, splits_tokens
-from .products import PRODUCTS, base, ends_of, rows_of
+from .products import base, ends_of, is_grouped, rows_of
 from .recomputed import originals
 
 _LOOKUPS = {"index", "index_put"}
@@ -98,7 +98,7 @@ def _routed(
     ``first``: the originals of recomputed nodes; where both say whose rows are whose, all rows are those of the first.
     """
     name = name_of(node.target) if node.op == "call_function" else ""
-    if name in PRODUCTS:
+    if is_grouped(node):
         ends, rows = first.get(ends_of(node), ends_of(node)), rows_of(node)
         count = next((counts[of] for x in node.args[:2] if (of := base(x, _SAME)) in counts), None)
         known = groups.get(ends)
