@@ -203,6 +203,7 @@ def test_passes_and_stages_ask_for_strides_in_one_file() -> None:
         "fold_layout_copies.py",  # of what is the same on all ranks
         "buffers.py",  # counts bytes
         "reuse_memory.py",  # says where they lie, which may differ
+        "grouped_products.py",  # the result that kernels give for them
         "message_collectives.py",  # runs
         "saved_program.py",  # writes down what they are
         "host_memory.py",  # lays out copies as what they copy

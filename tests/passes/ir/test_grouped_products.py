@@ -54,7 +54,7 @@ def test_results_and_gradients_are_laid_out_as_the_kernels_do(dtype: torch.dtype
     ({"out_dtype": torch.bfloat16}, "results in torch.float32"),
     ({"offs": torch.int64}, "offs of 1 dim in int32 .* got 1 in torch.int64"),
 ])  # fmt: skip
-def test_what_is_refused_is_said(change: dict[str, torch.dtype], message: str) -> None:
+def test_what_is_refused(change: dict[str, torch.dtype], message: str) -> None:
     first = torch.empty(11, 16, dtype=change.get("first"), device="meta")
     ends = torch.empty(4, dtype=change.get("offs", torch.int32), device="meta")
     with pytest.raises(RuntimeError, match=message):
