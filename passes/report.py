@@ -468,7 +468,7 @@ def _of_micro_batches(program: Program, memory: Mapping[str, PlannedMemory]) -> 
     for each, node in inputs:
         held[each.role] += node.meta["val"].nbytes if each.role.is_of_runs else 0
     runs = len(micro.runs)
-    whole = f", gathered once and kept in {held[Role.GATHERED]:,} bytes" if micro.opening is not None else ""
+    whole = f", gathered once and kept in {held[Role.GATHERED]:,} bytes" if held[Role.GATHERED] else ""
     return [
         f"{micro.count} micro-batches: {once:,} bytes of activations at once, of some {once * runs:,} for all rows, at "
         f"the price of {held[Role.ACCUMULATOR]:,} bytes of accumulators and of parameters that are read {runs} "

@@ -88,19 +88,19 @@ def _readers_before(last: fx.Node, bucket: Bucket) -> set[fx.Node]:
 def buckets(program: Program, kind: Kind, op: Any, max_bytes: int, first_bytes: int | None = None) -> list[Bucket]:
     """Groups of at least two collectives of ``kind``, performed by ``op``, that can be merged.
 
-    Members agree in axis, dtype, device, reduction and role, and none depends on another's result, directly or through
-    other buckets. Collectives for one unit of ``program.units`` go together, in the unit's order, whatever their size,
+    Members agree in axis, dtype, device, reduction and role, in whether all runs of a call have the same, and none
+    depends on another's result, directly or through other buckets. Collectives for one unit of ``program.units`` go together, in the unit's order, whatever their size,
     each parameter once. All others go together in graph order, until operands or results have reached ``max_bytes``;
     the first bucket of gradients, until they have ``first_bytes``. A collective of unknown role is left alone.
     """
     candidates = [node for node in program.collectives() if _may_join(node, kind, op)]
     needs = ancestors_among(program.graph, candidates)
-    indices = _indices(program)
+    indices, varying = _indices(program), program.varying()
     opened: list[_Open] = []
     by_key: dict[Hashable, list[_Open]] = defaultdict(list)
     for number, node in enumerate(candidates):
         index = indices.get(node.meta["collective"].of)
-        others = by_key[_key(node), index and index[0]]
+        others = by_key[_key(node), node in varying, index and index[0]]
         needed = _closure(needs[number], opened)
         bucket = next((each for each in _to_try(node, others) if each.takes(index) and not needed & each.bits), None)
         if bucket is None:

@@ -74,9 +74,9 @@ def _micro_batches_are_sound(program: Program) -> None:
         lost = sorted(accumulators - _updated(each))
         if lost:
             raise PassError(f"{each.name} runs for each micro-batch, but does not add to {lost}")
-    gathered = {each.name for each in inputs.values() if each.role is Role.GATHERED}
+    kept = {each.name for each in inputs.values() if each.role.is_of_runs}
     in_place = any(declared.in_place for declared in program.inputs)
-    for run, may in ((first, accumulators), (micro.opening, accumulators | gathered)):
+    for run, may in ((first, accumulators), (micro.opening, accumulators | kept)):
         written = sorted(_updated(run) - may) if run is not None and in_place else []
         if run is not None and written:
             raise PassError(f"{run.name} is not the last run of a call, but writes to {written}")

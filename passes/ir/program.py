@@ -180,9 +180,9 @@ class MicroBatches:
     a pair, the accumulators of the first pair of two, of the first two pairs of four, and so on (``ascend``).
     ``accumulating``: the program of all runs but the last one, with the same inputs, once it is another one: its parts
     are longer, or ``SplitMicroBatches`` has left it accumulators and rows alone. ``opening``: that of the first run, if
-    it gathers parameters for all of them (``gather_once``). ``spread``: where ranks divide the runs; the accumulators
-    above one are then those of a rank's subtrees, in order. ``together``: how many parts each run computes side by
-    side.
+    it communicates for all of them (``reduce_once``, ``gather_once``). ``spread``: where ranks divide the runs; the
+    accumulators above one are then those of a rank's subtrees, in order. ``together``: how many parts each run computes
+    side by side.
     """
 
     count: int
@@ -325,6 +325,21 @@ class Program:
     def positions(self) -> dict[str, int]:
         """The position of every input, by name. Made anew at each call, from what ``inputs`` is then: ask once."""
         return {declared.name: position for position, declared in enumerate(self.inputs)}
+
+    def varies(self, declared: Input) -> bool:
+        """Whether each run of a call may find another value of an input."""
+        micro = self.micro_batches
+        is_cut = micro is not None and declared.name in micro.split
+        return is_cut or declared.role is Role.RUN or declared.role.is_of_runs
+
+    def varying(self) -> set[fx.Node]:
+        """The nodes that follow from inputs that vary, and may have another value in each run of a call."""
+        inputs = zip(self.inputs, self.placeholders, strict=True)
+        found = {node for declared, node in inputs if self.varies(declared)}
+        for node in self.graph.nodes if found else ():
+            if not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
 
     def values(self) -> dict[str, tuple[Input, fx.Node]]:
         """Every input that is no flat storage, and in the place of one the parts that are read; each with its node."""

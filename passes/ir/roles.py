@@ -20,6 +20,7 @@ class Role(StrEnum):
     SEED = "seed"
     ACCUMULATOR = "accumulator"  # a sum over the micro-batches of a call
     GATHERED = "gathered parameter"  # whole, from the first micro-batch of a call on
+    REDUCED = "reduced value"  # of the whole batch, from the first micro-batch of a call on
     RUN = "micro-batch"  # the number of the run of a call
     PENDING = "pending communication"
     RESULT = "result"
@@ -34,7 +35,7 @@ class Role(StrEnum):
     @property
     def is_of_runs(self) -> bool:
         """Whether runs of a call hand on a value of this role from one to the next."""
-        return self in (Role.ACCUMULATOR, Role.GATHERED)
+        return self in (Role.ACCUMULATOR, Role.GATHERED, Role.REDUCED)
 
 
 _STATE = {Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE, Role.MASTER, Role.GRADIENT, Role.SCALER}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ..base import Pass
 from ..cleanup.dead_code import DeadCode
 from ..communication.gather_once import gather_once
+from ..communication.reduce_once import reduce_once
 from ..errors import PassError
 from ..ir.micro_batches import accumulating, runs_of
 from ..ir.program import Program
@@ -16,8 +17,8 @@ from ..ir.program import Program
 class SplitMicroBatches(Pass):
     """A program of its own for all runs of a call but the last one, without what accumulators do not need.
 
-    The passes behind it rewrite both. It stands before updates are written in place. Where the runs gather parameters
-    once, the first of them has a program of its own, too (``gather_once``).
+    The passes behind it rewrite both. It stands before updates are written in place. The first run has a program of its
+    own, too, where it communicates for all of them (``reduce_once``, and ``gather_once`` if the program asks for it).
     """
 
     def rewrite(self, program: Program) -> int:
@@ -29,8 +30,10 @@ class SplitMicroBatches(Pass):
         _check_inputs(first, program)
         DeadCode().rewrite(first)
         program.micro_batches = replace(micro, accumulating=first)
-        if program.gathers_once and len(runs_of(program)) > 1:
-            gather_once(program)
+        if len(runs_of(program)) > 1:
+            reduce_once(program)
+            if program.gathers_once:
+                gather_once(program)
         return 1
 
 

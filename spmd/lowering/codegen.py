@@ -76,7 +76,7 @@ aten = torch.ops.aten
 _number = count()
 _pointer = torch.Tensor.data_ptr
 
-_KEPT = (Role.CONSTANT, Role.ACCUMULATOR, Role.GATHERED)
+_KEPT = (Role.CONSTANT, Role.ACCUMULATOR, Role.GATHERED, Role.REDUCED)
 
 
 class Compiles(Protocol):

@@ -15,6 +15,7 @@ from torch import fx
 from passes import Output, OutputKind, PartitionError, Program, Role
 from passes.analysis.reachability import reached
 from passes.cleanup.dead_code import DeadCode
+from passes.ir.collectives import is_collective
 from passes.ir.edit import add_input
 from passes.ir.effects import is_random
 from passes.ir.ops import Trait, has
@@ -66,6 +67,9 @@ def compute_early(
         for node in ahead.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 copies[node] = program.graph.node_copy(node, copies.__getitem__)
+                if is_collective(node):  # what it sums is no result of the step
+                    described = replace(node.meta["collective"], role=Role.ACTIVATION, of=())
+                    copies[node].meta["collective"] = described
     for name, value, output in zip(names, ahead.output_values(), ahead.outputs, strict=True):
         _replace(program, name, copies[value], output)
     DeadCode().rewrite(program)
