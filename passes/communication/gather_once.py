@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+
 from torch import fx
 
 from ..analysis.aliases import is_view
