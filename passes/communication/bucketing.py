@@ -89,9 +89,10 @@ def buckets(program: Program, kind: Kind, op: Any, max_bytes: int, first_bytes: 
     """Groups of at least two collectives of ``kind``, performed by ``op``, that can be merged.
 
     Members agree in axis, dtype, device, reduction and role, in whether all runs of a call have the same, and none
-    depends on another's result, directly or through other buckets. Collectives for one unit of ``program.units`` go together, in the unit's order, whatever their size,
-    each parameter once. All others go together in graph order, until operands or results have reached ``max_bytes``;
-    the first bucket of gradients, until they have ``first_bytes``. A collective of unknown role is left alone.
+    depends on another's result, directly or through other buckets. Collectives for one unit of ``program.units`` go
+    together, in the unit's order, whatever their size, each parameter once. All others go together in graph order,
+    until operands or results have reached ``max_bytes``; the first bucket of gradients, until they have
+    ``first_bytes``. A collective of unknown role is left alone.
     """
     candidates = [node for node in program.collectives() if _may_join(node, kind, op)]
     needs = ancestors_among(program.graph, candidates)
