@@ -1,4 +1,4 @@
-"""Keep parameters whole over the runs of a call: the first run gathers them, and hands them on to the others."""
+"""Parameters that the first run of a call gathers, and hands on to the others, which keep them whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..ir.collectives import Kind, is_collective, is_wait, kind_of
 from ..ir.ops import Trait, has
 from ..ir.program import Input, Program
 from ..ir.roles import Role
-from .keep_over_runs import Known, keep_over_runs, keys_of
+from .keep_over_runs import Known, keys_of
 
 _MOVES = (Trait.VIEW, Trait.COPIES, Trait.PACKS, Trait.UNPACKS, Trait.JOINS)
 
@@ -23,19 +23,11 @@ def gathers(program: Program) -> list[fx.Node]:
     return [node for node in program.collectives() if node in gathered]
 
 
-def gather_once(program: Program) -> None:
-    """Give the first run of a split program a program of its own, the only one that gathers parameters.
+def gathered_for_all(program: Program, known: Known) -> dict[int, list[fx.Node]]:
+    """The gathered parameters that are read, by a key that is the same for equal ones in all programs.
 
-    It copies each whole parameter, as the others read it, into memory that is an input of all. What is not contiguous,
-    or follows from more than parameters, is gathered in each run as before.
-    """
-    keep_over_runs(program, Role.GATHERED, _whole)
-
-
-def _whole(program: Program, known: Known) -> dict[int, list[fx.Node]]:
-    """The gathered values that are read, by a key that is the same for equal ones in all programs that share ``known``.
-
-    They are as they are last copied: a view of one is none. What leaves the program is none, either.
+    They are as they are last copied: a view of one is none. What leaves the program is none, either. What is not
+    contiguous, or follows from more than parameters, is gathered in each run.
     """
     keys, gathered = _from_parameters(program, known)
     end = program.output_node

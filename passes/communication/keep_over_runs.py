@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -17,32 +16,28 @@ from ..ir.roles import Role
 aten = torch.ops.aten
 
 Known = dict[str, int]  # the keys of values, the same for equal values of several programs
+Find = Callable[[Program, Known], dict[int, list[fx.Node]]]
 
 
-def keep_over_runs(program: Program, role: Role, find: Callable[[Program, Known], dict[int, list[fx.Node]]]) -> None:
-    """Let the first run of a split program, in a program of its own, compute values for all runs.
+def keep_over_runs(first: Program, others: Sequence[Program], role: Role, find: Find) -> bool:
+    """Let the first run of a call compute values for all runs, whose programs are these; whether there are any.
 
-    ``find``: the nodes that have them, by key; all runs have the same. The first run copies each value into memory that
-    is an input of all, of this ``role``.
+    ``find``: the nodes that have such a value, by key. The first run copies each value into memory that is an input of
+    all, of this ``role``.
     """
-    micro = program.micro_batches
-    assert micro is not None and micro.accumulating is not None, "a program that is split into runs"
-    others, known = [micro.accumulating, program], Known()
-    opening = micro.opening or replace(micro.accumulating.copy(), name=f"{program.name}-opening")
-    by_key = find(opening, known)
-    found = [find(each, known) for each in others]
+    known = Known()
+    by_key, found = find(first, known), [find(each, known) for each in others]
     for number, (key, nodes) in enumerate(by_key.items()):
         val = nodes[0].meta["val"]
         declared = Input(role, f"{role.name.lower()}.{number}", tuple(val.shape), val.dtype)
-        _keep(opening, declared, nodes)
+        _keep(first, declared, nodes)
         for each, values in zip(others, found, strict=True):
             held = add_input(each, declared, val)
             for node in values.get(key, ()):
                 node.replace_all_uses_with(held)
-    for each in [opening, *others] if by_key else ():
+    for each in [first, *others] if by_key else ():
         DeadCode().rewrite(each)
-    if by_key:
-        program.micro_batches = replace(micro, opening=opening)
+    return bool(by_key)
 
 
 def _keep(program: Program, declared: Input, nodes: Sequence[fx.Node]) -> None:

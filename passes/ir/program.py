@@ -180,7 +180,7 @@ class MicroBatches:
     a pair, the accumulators of the first pair of two, of the first two pairs of four, and so on (``ascend``).
     ``accumulating``: the program of all runs but the last one, with the same inputs, once it is another one: its parts
     are longer, or ``SplitMicroBatches`` has left it accumulators and rows alone. ``opening``: that of the first run, if
-    it communicates for all of them (``reduce_once``, ``gather_once``). ``spread``: where ranks divide the runs; the
+    it communicates for all of them (``SplitMicroBatches``). ``spread``: where ranks divide the runs; the
     accumulators above one are then those of a rank's subtrees, in order. ``together``: how many parts each run computes
     side by side.
     """

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..base import Pass
 from ..cleanup.dead_code import DeadCode
-from ..communication.gather_once import gather_once
-from ..communication.reduce_once import reduce_once
+from ..communication.gather_once import gathered_for_all
+from ..communication.keep_over_runs import keep_over_runs
+from ..communication.reduce_once import reduced_for_all
 from ..errors import PassError
 from ..ir.micro_batches import accumulating, runs_of
 from ..ir.program import Program
+from ..ir.roles import Role
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class SplitMicroBatches(Pass):
     """A program of its own for all runs of a call but the last one, without what accumulators do not need.
 
     The passes behind it rewrite both. It stands before updates are written in place. The first run has a program of its
-    own, too, where it communicates for all of them (``reduce_once``, and ``gather_once`` if the program asks for it).
+    own, too, where it communicates for all: ``reduce_once.py``, and ``gather_once.py`` if the program asks for it.
     """
 
     def rewrite(self, program: Program) -> int:
@@ -31,10 +34,22 @@ class SplitMicroBatches(Pass):
         DeadCode().rewrite(first)
         program.micro_batches = replace(micro, accumulating=first)
         if len(runs_of(program)) > 1:
-            reduce_once(program)
-            if program.gathers_once:
-                gather_once(program)
+            _communicate_first(program)
         return 1
+
+
+def _communicate_first(program: Program) -> None:
+    """Give the first run a program of its own, if it has anything to reduce or gather for all runs."""
+    micro = program.micro_batches
+    assert micro is not None and micro.accumulating is not None, "a program that is split into runs"
+    varying = {each.name for each in program.inputs if program.varies(each)}
+    first = replace(micro.accumulating.copy(), name=f"{program.name}-opening")
+    others = micro.accumulating, program
+    keeps = keep_over_runs(first, others, Role.REDUCED, partial(reduced_for_all, varying=varying))
+    if program.gathers_once:
+        keeps |= keep_over_runs(first, others, Role.GATHERED, gathered_for_all)
+    if keeps:
+        program.micro_batches = replace(micro, opening=first)
 
 
 def _check_inputs(first: Program, last: Program) -> None:
