@@ -452,23 +452,30 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 FIELDS_OF_TENSORS = frozenset(("_local_tensor", "_spec", "_is_param"))
 
 
-def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Let ``local`` itself be the storage of a DTensor: of the view of it that ``from_local`` makes, data cannot move.
+def dtensor_spec(
+    mesh: DeviceMesh, placement: Sequence[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Any:
+    """What a DTensor is besides this rank's part of it; ``shape`` and ``stride`` are those of the whole tensor.
 
-    Seen in 2.11 to 2.15.
+    ``DTensorSpec`` and ``TensorMeta`` are private; seen in 2.11 to 2.15.
     """
-    tensor._local_tensor = local  # type: ignore[attr-defined]
+    return DTensorSpec(mesh, tuple(placement), TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def dtensor_of(local: torch.Tensor, spec: Any, kind: type[DTensor] = DTensor) -> DTensor:
+    """A DTensor of ``kind`` over ``local`` itself, which may be on another device than the mesh.
+
+    ``DTensor.from_local`` would move it there, and make a view of it, whose data cannot move; that takes twenty times
+    as long. The constructor is private; seen in 2.11 to 2.15.
+    """
+    return kind.__new__(kind, local, spec, requires_grad=False)
 
 
 def dtensor_over(
     local: torch.Tensor, mesh: DeviceMesh, placement: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
 ) -> DTensor:
-    """A DTensor over ``local``, which may be on another device than the mesh; ``from_local`` would move it there.
-
-    ``DTensorSpec`` and ``TensorMeta`` are private; seen in 2.11 to 2.15.
-    """
-    spec = DTensorSpec(mesh, tuple(placement), TensorMeta(torch.Size(shape), tuple(stride), local.dtype))
-    return DTensor(local, spec, requires_grad=False)
+    """A DTensor over ``local``, without communication."""
+    return dtensor_of(local, dtensor_spec(mesh, placement, shape, stride, local.dtype))
 
 
 def accept_unequal_to_shard(kind: type) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,21 +12,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import Output, OutputKind, Program, Role
 from passes.ir.program import is_pending, is_sharded
 
-from .._torch import tree_map
+from .._torch import DisableTorchFunctionSubclass, dtensor_of, dtensor_spec, tree_map
 from ..call.state import Arguments
 from ..capture import Captured, FromOutput
 from ..python_state.effects.repeated import StateMemory
 from ..python_state.reads import ReadSite
-from ..state.distribute import as_dtensor
-from ..state.split_tensor import as_rows
+from ..state.split_tensor import SplitRows, SplitTensor
 
 
 class Results:
     """The results of one program; ``names`` are of its live state tensors, in order."""
 
     def __init__(self, program: Program, captured: Captured, names: list[str], device_mesh: DeviceMesh) -> None:
-        self._captured, self._names, self._device_mesh = captured, names, device_mesh
-        self._outputs = [output for output in program.outputs if output.kind is not OutputKind.UPDATE]
+        self._captured, self._names = captured, names
+        outputs = [output for output in program.outputs if output.kind is not OutputKind.UPDATE]
+        self._as_state = [_maker(output, device_mesh) for output in outputs]
 
     @property
     def are_kept(self) -> bool:
@@ -39,18 +40,23 @@ class Results:
         captured = self._captured
         if not (captured.new_state or captured.cleared_gradients or captured.requires_grad):
             return
-        live = dict(zip(self._names, tensors, strict=True))
+        with DisableTorchFunctionSubclass():  # of parameters that are split
+            self._write_state(returned, arguments, dict(zip(self._names, tensors, strict=True)))
+
+    def _write_state(self, returned: list[Any], arguments: Arguments, live: dict[str, torch.Tensor]) -> None:
+        captured, current = self._captured, partial(self._current, returned)
         for new in captured.new_state:
             if new.unless is not None and returned[new.unless.index]:
                 continue
-            value = tree_map(partial(self._current, returned), new.value)
-            state: dict[Any, Any] = arguments.optimizers[new.optimizer].state if new.optimizer else {}
-            if new.optimizer and new.key is None:
-                state[new.parameter] = value
-            elif new.optimizer:
-                state[live.get(new.parameter, new.parameter)][new.key] = value
-            else:
+            value = current(new.value) if isinstance(new.value, FromOutput) else tree_map(current, new.value)
+            if not new.optimizer:
                 live[new.parameter].grad = value
+                continue
+            state: dict[Any, Any] = arguments.optimizers[new.optimizer].state
+            if new.key is None:
+                state[new.parameter] = value
+            else:
+                state[live.get(new.parameter, new.parameter)][new.key] = value
         for name in captured.cleared_gradients:
             live[name].grad = None
         for name, value in captured.requires_grad.items():
@@ -71,20 +77,25 @@ class Results:
             if not isinstance(leaf, FromOutput) or not isinstance(value, torch.Tensor) or not is_state:
                 return value
             # Eager makes another tensor at each call, in memory of its own.
-            return self._as_state(value.clone(), self._outputs[leaf.index])
+            return self._as_state[leaf.index](value.clone())
 
         for write in self._captured.writes:
             write.apply(arguments, partial(current, is_state=isinstance(write.target, ReadSite)))
 
     def _current(self, returned: list[Any], leaf: Any) -> Any:
         """The value of a leaf of new state."""
-        if not isinstance(leaf, FromOutput):
-            return leaf
-        return self._as_state(returned[leaf.index], self._outputs[leaf.index])
+        return self._as_state[leaf.index](returned[leaf.index]) if isinstance(leaf, FromOutput) else leaf
 
-    def _as_state(self, local: Any, output: Output) -> Any:
-        if not is_sharded(output.placement) and not is_pending(output.placement):
-            return local
-        stride = torch.empty(output.shape, device="meta").stride()
-        found = as_dtensor(local, output.placement, self._device_mesh, output.shape, stride)
-        return as_rows(found) if output.role is Role.RESULT else found
+
+def _maker(output: Output, device_mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """The function that makes state of this rank's value of an output: a DTensor where that is a part."""
+    if not is_sharded(output.placement) and not is_pending(output.placement):
+        return _whole
+    assert output.dtype is not None, "what is split is a tensor"
+    stride = torch.empty(output.shape, device="meta").stride()
+    spec = dtensor_spec(device_mesh, output.placement, output.shape, stride, output.dtype)
+    return partial(dtensor_of, spec=spec, kind=SplitRows if output.role is Role.RESULT else SplitTensor)
+
+
+def _whole(value: Any) -> Any:
+    return value

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from passes import CaptureError, Input, Memory, Mesh, OutputKind, PlacementError, Program, Role
 from passes.ir.program import Placements, is_sharded
 
-from .._torch import dtensor_over, local_tensor, set_local_tensor
+from .._torch import dtensor_over, local_tensor
 from ..call.call import Call
 from ..call.state import Slot, local_of
 from ..placements import OnStage, extent, local_shape
@@ -191,8 +191,4 @@ def as_dtensor(
     local: torch.Tensor, placement: Placements, mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int]
 ) -> DTensor:
     """A DTensor over this rank's part, without communication."""
-    if local.device.type != mesh.device_type:  # from_local would move it
-        return split(dtensor_over(local, mesh, placement, shape, stride))
-    tensor = DTensor.from_local(local, mesh, placement, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
-    set_local_tensor(tensor, local)
-    return split(tensor)
+    return split(dtensor_over(local, mesh, placement, shape, stride))
