@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from tests.harness.cases import MLP
-from tests.harness.oracle import Case, differences
+from tests.harness.oracle import differences
 from tests.harness.pool import Ranks
 
 
