@@ -18,9 +18,14 @@ def reached(start: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.No
     return found
 
 
-def ancestors(found: Iterable[fx.Node]) -> set[fx.Node]:
-    """``found`` and all nodes that one of them depends on."""
-    return set(reached(found, lambda node: node.all_input_nodes))
+def inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes that are its arguments."""
+    return node.all_input_nodes
+
+
+def ancestors(found: Iterable[fx.Node], reads: Callable[[fx.Node], Iterable[fx.Node]] = inputs) -> set[fx.Node]:
+    """``found`` and all nodes that one of them depends on, where a node ``reads`` others."""
+    return set(reached(found, reads))
 
 
 def descendants(nodes: Iterable[fx.Node], found: set[fx.Node]) -> set[fx.Node]:

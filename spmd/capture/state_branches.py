@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import Input, Role
-from passes.analysis.reachability import ancestors
+from passes.analysis.reachability import ancestors, inputs
 from passes.ir.ops import Trait, has
 from passes.ir.schemas import schema
 
@@ -158,8 +158,8 @@ def _follows_from(node: fx.Node, source: fx.Node) -> bool:
     return False
 
 
-def with_writes(needed: set[fx.Node]) -> set[fx.Node]:
-    """These nodes, the ops that write into one of them, or into a view of one, and what those are computed from."""
+def with_writes(needed: set[fx.Node], reads: Callable[[fx.Node], Iterable[fx.Node]] = inputs) -> set[fx.Node]:
+    """These nodes, the ops that write into one of them, or into a view of one, and what those ``reads``."""
     graph = next(iter(needed)).graph
     while True:
         views, found = set(needed), set[fx.Node]()
@@ -171,7 +171,7 @@ def with_writes(needed: set[fx.Node]) -> set[fx.Node]:
             if is_view and not views.isdisjoint(node.all_input_nodes[:1]):
                 views.add(node)
             elif is_op and has(node.target, Trait.MUTABLE) and not views.isdisjoint(_written(node)):
-                found |= ancestors([node])
+                found |= ancestors([node], reads)
         if found <= needed:
             return needed
         needed = needed | found

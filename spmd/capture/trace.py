@@ -53,6 +53,7 @@ from .state_branches import Branch, StateBranches
 from .swap_state import StateSwap
 from .symbolic_math import symbolic_math
 from .tensor_attributes import constant_attributes
+from .values.causal_masks import CausalMasks
 from .values.ctc_loss import LengthsAsTensors
 from .values.flex_attention import flex_attention_as_ops
 from .values.live_ids import ids_of_live_state
@@ -129,6 +130,8 @@ class Trace:
             stack.enter_context(LengthsAsTensors())
             watched = WatchedFunctions(self.call.inputs, fakes.tensors, swap.fake_of.values(), self.reads)
             stack.enter_context(watched)
+            if not fakes.sizes.traced.sizes:
+                stack.enter_context(CausalMasks())
             stack.enter_context(flex_attention_as_ops())
             self.number_arguments = stack.enter_context(NumberArguments(self.number_arguments)).calls
             scalar_indices = stack.enter_context(ScalarIndices())
