@@ -48,11 +48,11 @@ class CausalMasks(TorchFunctionMode):
         """Whether each query sees itself and what comes before it; ``hidden``: what a mask of bools is true for."""
         if mask is None or mask.ndim < 2:
             return False
-        version, found = self._found.get(mask, (-1, False))
+        version, is_causal = self._found.get(mask, (-1, False))
         if version != mask._version:
-            found = _is_triangle(mask, hidden)
-            self._found[mask] = mask._version, found
-        return found
+            is_causal = _is_triangle(mask, hidden)
+            self._found[mask] = mask._version, is_causal
+        return bool(is_causal)
 
 
 def _is_triangle(mask: Tensor, hidden: bool) -> bool:

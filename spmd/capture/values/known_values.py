@@ -60,7 +60,8 @@ def _filled(node: fx.Node) -> Tensor | None:
     if not all(isinstance(size, int) for size in node.meta["val"].shape):
         return None
     empty = torch.empty(of.shape, dtype=of.dtype, device=of.device)
-    value: Tensor = node.target(empty, *node.args[1:], **node.kwargs)
+    fill: Any = node.target
+    value: Tensor = fill(empty, *node.args[1:], **node.kwargs)
     return value
 
 
