@@ -1,4 +1,4 @@
-"""Attention with a mask that is known to be the causal one: it is told so, and no mask is made.
+"""Attention with a mask that is known to be the causal one takes ``is_causal`` instead, and no mask is made.
 
 Models make such a mask of positions, as those of transformers do without a cache where no mask is passed. With one,
 attention computes the half that it hides, and on a GPU it is not the flash kernel that does. Where symbols stand for
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..._torch import TorchFunctionMode, disable_modes
+from ..._torch import TorchFunctionMode, disable_modes, version_of
 from .known_values import known_value
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # those that may come by position
@@ -28,7 +28,8 @@ class CausalMasks(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._found = WeakTensorKeyDictionary()  # (the version of a mask, whether it is causal)
+        # By what a mask of bools is true for: (the version of a mask, whether it is causal).
+        self._found = {hidden: WeakTensorKeyDictionary() for hidden in (False, True)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -48,10 +49,11 @@ class CausalMasks(TorchFunctionMode):
         """Whether each query sees itself and what comes before it; ``hidden``: what a mask of bools is true for."""
         if mask is None or mask.ndim < 2:
             return False
-        version, is_causal = self._found.get(mask, (-1, False))
-        if version != mask._version:
+        found = self._found[hidden]
+        version, is_causal = found.get(mask, (-1, False))
+        if version != version_of(mask):
             is_causal = _is_triangle(mask, hidden)
-            self._found[mask] = mask._version, is_causal
+            found[mask] = version_of(mask), is_causal
         return bool(is_causal)
 
 

@@ -142,6 +142,23 @@ def test_a_mask_that_was_causal_at_the_first_length_alone() -> None:
     assert masks_left(Net(window), (6, 7, 9)) == [False, True, True]
 
 
+def test_one_mask_of_bools_read_in_both_senses() -> None:
+    """True is what is seen, for attention, and what is hidden, for torch's module."""
+
+    class Both(Net):
+        def __init__(self, mask: Mask) -> None:
+            super().__init__(mask)
+            self.heads = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = CAUSAL["tril"](x, x.shape[1])
+            self.mask = lambda x, n: mask
+            x = super().forward(x)
+            return x + self.heads(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+    assert masks_left(Both(CAUSAL["tril"])) == [True]
+
+
 @pytest.mark.parametrize("more", [{}, {"need_weights": True}, {"padding": True}, {"bias": True}], ids=str)
 def test_modules_of_torch(more: dict[str, Any]) -> None:
     def of_bools(x: Tensor, n: int) -> Tensor:
