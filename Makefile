@@ -23,7 +23,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 TRAIN := $(VENV)/.ready-to-train-torch-$(TORCH)
 
-.PHONY: help train ready quick test models bench picture check format compat clean
+.PHONY: help train ready quick test models bench gate picture check format compat clean
 
 help:
 	@echo 'make train     train a small GPT on $(NPROC) ranks (NPROC=4, ARGS="--steps 100 --mode fully_shard", ARGS=--help)'
@@ -31,6 +31,7 @@ help:
 	@echo 'make test      the whole test suite on torch $(TORCH) (TORCH=2.15.0, ARGS="-k name")'
 	@echo 'make models    train real models on two ranks and print the table (ARGS="GPT2 Llama", ARGS=--help)'
 	@echo 'make bench     race DDP, FSDP2 and this on loopback and, as root, on two hosts (ARGS="--models width64x12", ARGS=--help)'
+	@echo 'make gate      is this checkout slower than a commit? BASE=main, or A="--style ddp" B="--style fsdp"; QUICK=1 in a minute'
 	@echo 'make picture   take the picture in docs/report.md anew, with an installed Chromium'
 	@echo 'make compat    the same suite on the oldest and the newest torch supported'
 	@echo 'make check     lint, format and types'
@@ -53,6 +54,10 @@ models: $(READY)
 
 bench: $(READY)
 	@$(THREADS) $(BIN)/python -m benchmarks.peers $(ARGS)
+
+gate: $(READY)
+	@$(THREADS) $(BIN)/python -m benchmarks.gate $(if $(BASE),--base '$(BASE)') $(if $(A),--a "$(A)") $(if $(B),--b "$(B)") \
+		$(if $(QUICK),--seconds 60) $(ARGS)
 
 picture: $(READY)
 	$(THREADS) $(BIN)/python -m benchmarks.page --layers 4 --picture docs/report.png

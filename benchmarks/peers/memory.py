@@ -17,8 +17,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from passes.runtime.local_peers import mapped_addresses
-
 
 def peak(run: Callable[[], object], device: torch.device) -> int:
     """The peak memory while ``run`` runs, in bytes."""
@@ -39,6 +37,8 @@ def _tensors() -> int:
 
     Segments of other ranks that are mapped here count there.
     """
+    from passes.runtime.local_peers import mapped_addresses  # here, since some read a status before they import passes
+
     gc.collect()
     others = mapped_addresses()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]

@@ -1,30 +1,23 @@
-"""One process of a system: it enters its host, joins its process group, builds the system and executes orders.
-
-It answers each order of its team with ``("done", result)`` or ``("failed", message)``.
-"""
+"""One process of a system: it enters its host, joins its process group, builds the system and executes orders."""
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import os
 import shutil
-import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
 from . import memory, wire
-from .models import RandomBatches, Workload, build
+from .models import Model, RandomBatches, Workload, build
 from .network import Network
 from .spent import Spent, copying, spent
-from .systems import System
-
-PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+from .systems import System, TrainStep
+from .team import bind_core
 
 _IN_FLIGHT = 0.3  # seconds in which what another system has sent after its last step has arrived
 
@@ -42,6 +35,10 @@ class RankSpec:
     device: str
     store: str  # the file store of the process group
     cache: str = ""  # the folder of Inductor's cache; empty for the one that it has by default
+
+    def start(self) -> RankProcess:
+        """The process that executes orders."""
+        return RankProcess(self)
 
 
 @dataclass(frozen=True)
@@ -61,26 +58,6 @@ class Lap:
     spent: Spent
 
 
-def serve(spec: RankSpec, orders: Connection) -> None:
-    """Execute orders until the connection is closed; the body of a process."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which ends its ranks
-    logging.disable(logging.WARNING)  # those of torch.compile would interrupt the table
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends them in any case
-    rank = RankProcess(spec)
-    while True:
-        name, arguments = orders.recv()
-        try:
-            orders.send(("done", getattr(rank, name)(*arguments)))
-        except Exception as raised:
-            orders.send(("failed", _first_line(raised)))
-
-
-def _first_line(raised: Exception) -> str:
-    lines = str(raised).strip().splitlines()
-    return f"{type(raised).__name__}: {lines[0] if lines else 'no message'}"
-
-
 class RankProcess:
     """One process of one system."""
 
@@ -91,6 +68,14 @@ class RankProcess:
 
     def prepare(self, steps: int) -> FirstSteps:
         """Join the group, build the system and run the first ``steps``, in which it compiles."""
+        self.join()
+        self.build(self.spec.system.make)
+        start = time.perf_counter()
+        losses = [self._step().item() for _ in range(steps)]
+        return FirstSteps(losses, time.perf_counter() - start)
+
+    def join(self) -> None:
+        """Enter the host of this rank, bind it to a core and join its group."""
         spec = self.spec
         if spec.cache:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = spec.cache
@@ -100,23 +85,28 @@ class RankProcess:
         self._bind_core()
         if spec.system.communicates:
             self._join()
-        self.step = spec.system.make(build(spec.workload, self.device))
+
+    def build(self, make: Callable[[Model], TrainStep]) -> None:
+        """Make the step that laps run, and its batches."""
+        spec = self.spec
+        self.step = make(build(spec.workload, self.device))
         self.batches = RandomBatches(spec.workload, spec.ranks, spec.rank % spec.parts, spec.parts, self.device)
-        start = time.perf_counter()
-        losses = [self._step().item() for _ in range(steps)]
-        return FirstSteps(losses, time.perf_counter() - start)
 
     def lap(self, steps: int) -> Lap:
         """Measure ``steps`` steps, which all ranks start together, on a network that is quiet."""
-        if self.spec.network.hosts:
-            time.sleep(_IN_FLIGHT)
-        self._barrier()
+        self.start_together()
         before, used, start = wire.received(), spent(), time.perf_counter()
         for _ in range(steps):
             self._step()
         self._synchronize()
         seconds = time.perf_counter() - start
         return Lap(seconds, wire.received() - before, spent().since(used))
+
+    def start_together(self) -> None:
+        """Wait for all ranks, on a network that is quiet."""
+        if self.spec.network.hosts:
+            time.sleep(_IN_FLIGHT)
+        self._barrier()
 
     def peak(self) -> int:
         """Peak memory of a step, in bytes."""
@@ -129,12 +119,11 @@ class RankProcess:
         return copying(self._step) if self.device.type == "cpu" else 0.0
 
     def _bind_core(self) -> None:
-        """Bind this process to one core, as if each rank had a machine; with a GPU, it keeps all cores."""
+        """Bind this process to one core; with a GPU, it keeps all cores."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             return
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[self.spec.rank % len(cores)]})
+        bind_core(self.spec.rank)
         torch.set_num_threads(1)
 
     def _join(self) -> None:

@@ -1,16 +1,57 @@
-"""A team: the processes of one system, forked from a process that has imported everything."""
+"""A team: the processes of one system, forked from this one, which execute orders.
+
+Each answers an order with ``("done", result)`` or ``("failed", message)``. Nothing here imports spmd: what a process
+imports is up to its spec.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import multiprocessing
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
-from typing import Any
-
-from .rank import RankSpec, serve
+from typing import Any, Protocol
 
 TIMEOUT = 1800.0  # seconds for one order; a deep model takes minutes to compile on a busy machine
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+
+
+class Spec(Protocol):
+    """Describes one process of a team."""
+
+    def start(self) -> object:
+        """In that process: an object whose methods are the orders."""
+        ...
+
+
+def serve(spec: Spec, orders: connection.Connection) -> None:
+    """Execute orders until the connection is closed; the body of a process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which ends its ranks
+    logging.disable(logging.WARNING)  # those of torch.compile would interrupt the table
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends them in any case
+    rank = spec.start()
+    while True:
+        name, arguments = orders.recv()
+        try:
+            orders.send(("done", getattr(rank, name)(*arguments)))
+        except Exception as raised:
+            orders.send(("failed", _first_line(raised)))
+
+
+def _first_line(raised: Exception) -> str:
+    lines = str(raised).strip().splitlines()
+    return f"{type(raised).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def bind_core(rank: int) -> None:
+    """Bind this process to one core of those it has, as if each rank had a machine."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 class SystemFailedError(Exception):
@@ -20,7 +61,7 @@ class SystemFailedError(Exception):
 class Team:
     """One process for each rank. All execute an order at the same time."""
 
-    def __init__(self, specs: list[RankSpec]) -> None:
+    def __init__(self, specs: Sequence[Spec]) -> None:
         context = multiprocessing.get_context("fork")
         self._orders: list[connection.Connection] = []
         self._processes = []
@@ -65,7 +106,7 @@ class Team:
 
 
 @contextmanager
-def teams(specs: dict[str, list[RankSpec]]) -> Iterator[dict[str, Team]]:
+def teams(specs: Mapping[str, Sequence[Spec]]) -> Iterator[dict[str, Team]]:
     """Start a team for each name. All processes end with the context."""
     started: dict[str, Team] = {}
     try:
