@@ -47,7 +47,8 @@ from .table import line, plain, rows, table
 from .verdicts import LEAST
 
 SMALL = Workload("width64x2", Config(width=64, layers=2, context=64))
-MODELS = {each.name: each for each in (SMALL, *WORKLOADS, SMOKE)}
+SMALLEST = Workload("width64x1", Config(width=64, layers=1, context=64))
+MODELS = {each.name: each for each in (SMALL, SMALLEST, *WORKLOADS, SMOKE)}
 
 
 def main(given: Sequence[str]) -> int:

@@ -170,28 +170,28 @@ def measured(run: Callable[[], object], slower: float) -> Span:
     gc.collect()  # else what was garbage before would count
     queued, cpu, wall = _queued(), time.process_time(), time.perf_counter()
     run()
-    burn(slower * (time.process_time() - cpu))
+    burn_until(time.thread_time() + slower * (time.process_time() - cpu))
     return Span(time.perf_counter() - wall, time.process_time() - cpu, _queued() - queued)
 
 
 def slowed(step: TrainStep, share: float) -> TrainStep:
-    """``step`` with busy work at its end: a share of the time that its fastest call took."""
+    """``step`` with busy work at its end: a share of the CPU time of its fastest call."""
     least = math.inf
 
     def longer(x: Tensor, y: Tensor) -> Tensor:
         nonlocal least
-        start = time.perf_counter()
+        start = time.thread_time()
         loss = step(x, y)
-        least = min(least, time.perf_counter() - start)
-        burn(share * least)
+        end = time.thread_time()
+        least = min(least, end - start)
+        burn_until(end + share * least)
         return loss
 
     return longer if share else step
 
 
-def burn(seconds: float) -> None:
-    """Use this much CPU time."""
-    end = time.thread_time() + seconds
+def burn_until(end: float) -> None:
+    """Use CPU time until this thread has used ``end`` seconds of it."""
     while time.thread_time() < end:
         pass
 

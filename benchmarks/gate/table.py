@@ -48,7 +48,7 @@ def table(title: str, found: Sequence[Row]) -> Table:
 
 
 def line(a: str, b: str, found: Sequence[Row]) -> str:
-    """One line of all ratios, with what is slower and what cannot be told."""
+    """One line of all ratios, with the answers that need a look."""
     parts = [f"{row.figure.name} {row.verdict.ratio:.2f}{_remark(row.verdict)}" for row in found]
     return f"Time and memory of {b} over {a}, {found[0].verdict.pairs} pairs: {'; '.join(parts)}."
 
