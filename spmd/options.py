@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 import passes
-from passes import MemoryBudgetError, Pass, Program
+from passes import MemoryBudgetError, PartitionError, Pass, Program
 from passes.default_passes import with_micro_batches
 from passes.defer import run_and_defer
 from passes.fit_memory import AllGather, bytes_of_stages, check_state_fits, decide_gathers, describe_fit, fit, refusal
@@ -30,6 +30,7 @@ from .modes.option_groups import check_memory, check_one_of
 from .modes.shares import STYLES
 from .override import Override, transform_graph_module
 from .ranks.simulated import simulated
+from .unexpected_errors import errors_of
 
 
 def cache_setting() -> str:
@@ -149,8 +150,7 @@ class Options:
 
         ``kept``: as for ``fitted``. Raises ``MemoryBudgetError`` if none fits, or state alone does not.
         """
-        mode, needed = self.mode, list[int]()
-        local = partition_together(mode, captured, all_gather) if isinstance(mode, Auto) else mode.partition(captured)
+        local, needed = self._share(captured, all_gather), list[int]()
         if self.memory is not None:
             check_state_fits(local, self.memory, all_gather, kept)
         while self.memory is not None and local.stages is not None:
@@ -160,8 +160,13 @@ class Options:
                 break
             if len(local.schedules) == 1:
                 raise MemoryBudgetError(refusal(self.memory, min(needed)))
-            local = self.mode.partition(replace(captured, schedules=local.schedules[1:]))
+            local = self._share(replace(captured, schedules=local.schedules[1:]), all_gather)
         return local
+
+    def _share(self, captured: Program, all_gather: AllGather) -> Program:
+        mode = self.mode
+        with errors_of(PartitionError, f"the mode {type(mode).__name__}", may_be_ours=True):
+            return partition_together(mode, captured, all_gather) if isinstance(mode, Auto) else mode.partition(captured)
 
     @interruptible
     def fitted(

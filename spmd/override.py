@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes import PassError, Program, Role
+from passes import CaptureError, PassError, Program, Role
 from passes.ir.infer_shapes import fill_vals
 from passes.ir.program import Input, output_values
 
 from ._torch import own_children
+from .interpreter.source_lines import named_at
+from .unexpected_errors import errors_of
 
 
 class Override:
@@ -81,11 +83,8 @@ def _replace_in(
 
 def _replacement(fqn: str, child: nn.Module, overrides: Sequence[Override]) -> nn.Module:
     for override in overrides:
-        try:
+        with errors_of(CaptureError, f"{type(override).__name__}.replacement, asked for {fqn},"):
             new = override.replacement(fqn, child)
-        except Exception as error:
-            error.add_note(f"while {type(override).__name__}.replacement was asked for {fqn}")
-            raise
         if not isinstance(new, nn.Module):
             raise TypeError(f"expected {type(override).__name__}.replacement({fqn!r}) to return a module, got {new!r}")
         if new is not child:
@@ -113,8 +112,10 @@ def transform(
     flat_state = list(state)
     for override in transforming:
         before = list(flat_state)
-        module = override.transform(program.graph_module, flat_state)
-        program = _take_over(program, module, before, flat_state, type(override).__name__)
+        who = type(override).__name__
+        with errors_of(PassError, f"{who}.transform"):
+            module = override.transform(program.graph_module, flat_state)
+        program = _take_over(program, module, before, flat_state, who)
     known = {id(tensor) for tensor in state}
     named = zip(program.inputs, flat_state, strict=False)
     return program, {declared.name: tensor for declared, tensor in named if id(tensor) not in known}
@@ -132,7 +133,8 @@ def transform_graph_module(
             each and transform_graph_module(each, transformation) for each in (micro.accumulating, micro.opening)
         )
         program = replace(program, micro_batches=replace(micro, accumulating=first, opening=opening))
-    module = transformation(program.graph_module)
+    with errors_of(PassError, f"gm_transformation={named_at(transformation)}"):
+        module = transformation(program.graph_module)
     if not isinstance(module, fx.GraphModule):
         raise PassError(f"expected gm_transformation to return a GraphModule, got {module!r}")
     return replace(program, graph_module=module, history=[*program.history, "98 gm_transformation"])

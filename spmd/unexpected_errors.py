@@ -1,7 +1,8 @@
 """Turn an exception inside spmd that no code raised on purpose into one of ours, which says where and how to report it.
 
-What the user's code raises stays as it is, and so does what tells users what they can do: our errors, wrong arguments,
-a lost rank, memory or a file that is not to be had.
+What the user's step raises stays as it is, and so does what tells users what they can do: our errors, wrong arguments,
+a lost rank, memory or a file that is not to be had. What an extension of the user's raises, such as a rule or a mode,
+becomes the cause of an error of ours that names the extension.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from passes.runtime.peer_connection import PeerLostError
 from passes.unexpected_errors import describe_op, explained
 
 from .interpreter.foreign_code import is_foreign_frame
+from .interpreter.source_lines import source_at, user_locations
 
 _OURS = tuple(f"{path.absolute()}{os.sep}" for path in (Path(__file__).parent, Path(passes.__file__).parent))
 _PROGRAM = "<spmd program"  # the file of generated code
-_EXPECTED = (SpmdError, PeerLostError, dist.DistError, MemoryError, torch.OutOfMemoryError, OSError)
+_OF_NO_EXTENSION = (SpmdError, PeerLostError, dist.DistError, MemoryError, torch.OutOfMemoryError)
+_EXPECTED = (*_OF_NO_EXTENSION, OSError)
 _WRONG_ARGUMENTS = (TypeError, ValueError)
 # The stages that call the user's rules, modes, overrides, transforms and backends, which raise errors of their own.
 _DOES = {"capture": "captured", "partition": "partitioned", "passes": "rewrote", "lower": "lowered"}
 _KINDS = {"capture": CaptureError, "partition": PartitionError, "passes": PassError, "lower": PassError}
 _USERS = "_spmd_users"  # the attribute of an error that the user's own code raised while it was traced
+_EXTENSION = "_spmd_extension"  # the attribute of an error of ours that an error of a user's extension is the cause of
 
 
 @contextmanager
@@ -49,11 +53,34 @@ def unexpected_errors(
             _note(error, f"while {name} was compiled{where}")
         if is_expected(error):
             is_its_own = not isinstance(error, _EXPECTED) and not is_ours(deepest_frame(error))
+            is_its_own = is_its_own or vars(error).get(_EXTENSION, False)
             if stage in _DOES and is_its_own and not is_users(error):
                 op = describe_op(error.__traceback__, where)
                 _note(error, f"raised while spmd {_DOES[stage]} {name}{op}\nnothing was changed")
             raise
         raise explained(_KINDS.get(stage, SpmdError), f"{stage} of {name}", error, where, before()) from error
+
+
+@contextmanager
+def errors_of(kind: type[SpmdError], extension: str, may_be_ours: bool = False) -> Iterator[None]:
+    """Raise an error of ``kind`` from what a user's ``extension`` raises: its name, the error, and the line.
+
+    Errors of ours pass, and a lost rank or memory. ``may_be_ours``: the body is no code of the user's alone, and what
+    code of ours raises is no error of the extension.
+    """
+    try:
+        yield
+    except _OF_NO_EXTENSION as error:
+        vars(error).setdefault(_EXTENSION, not may_be_ours)
+        raise
+    except Exception as error:
+        if may_be_ours and is_ours(deepest_frame(error)):
+            raise
+        own = user_locations(error.__traceback__)
+        line = f"\n    {own[0][0]}:{own[0][1]}: {source_at(*own[0])}" if own else ""
+        raised = kind(f"{extension} raised {type(error).__name__}: {error}".removesuffix(": ") + line)
+        vars(raised)[_EXTENSION] = True
+        raise raised from error
 
 
 def _note(error: Exception, sentence: str) -> None:

@@ -28,6 +28,7 @@ from .batch_norm import traceable_norm
 from .fakes import Fakes
 from .optimizers import TracedOptimizer, check_traceable, other_optimizers, refuse_schedulers
 from .provenance import Recorder
+from .unsupported import accumulation_hook
 from .watched_state import WatchedState
 
 
@@ -115,7 +116,7 @@ class StateSwap:
         for hook in (gradient_hooks(live) or {}).values():
             stack.callback(fake.register_hook(hook).remove)
         for hook in (accumulation_hooks(live) or {}).values():
-            stack.callback(fake.register_post_accumulate_grad_hook(hook).remove)
+            stack.callback(fake.register_post_accumulate_grad_hook(accumulation_hook(hook, name)).remove)
 
         def tag(tensor: torch.Tensor) -> None:
             if tensor.grad is not None:

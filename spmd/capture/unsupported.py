@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from .._torch import (
     COLLECTIVE_NAMESPACES,
     tree_flatten,
 )
+from ..interpreter.source_lines import named_at
 from ..python_state.reads import is_array
 from ..python_state.traced import holds_traced, known_number
 from .sizes.size_symbols import is_known
@@ -44,6 +45,25 @@ class Refused(Exception):
 
 class OutsideTensor(Exception):
     """The step computes with a tensor that is neither an argument nor state: it may be a constant, in another trace."""
+
+
+def accumulation_hook(hook: Callable[[torch.Tensor], None], name: str) -> Callable[[torch.Tensor], None]:
+    """The hook of the parameter ``name``, to run when its gradient is accumulated; ``Refused`` if it returns a value.
+
+    Torch raises for it, too, and does not say which hook it is.
+    """
+
+    def checked(parameter: torch.Tensor) -> None:
+        returned: object = hook(parameter)
+        if returned is not None:
+            value = "a tensor" if isinstance(returned, torch.Tensor) else repr(returned)
+            raise Refused(
+                f"it runs {named_at(hook)}, a hook on {name} by register_post_accumulate_grad_hook, which returned "
+                f"{value}, where torch takes None. Let it write to parameter.grad and return nothing, or use "
+                "register_hook, whose hooks return the new gradient."
+            )
+
+    return checked
 
 
 def check_results(leaves: Sequence[Any]) -> None:

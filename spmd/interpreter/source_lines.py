@@ -126,3 +126,13 @@ def defined_at(function: Callable[..., Any]) -> str:
     """``"train.py:12"``: the line where a function is defined."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+
+
+def named_at(function: Callable[..., Any]) -> str:
+    """``"halved (train.py:12)"``: a function by its name, with the line where it, or what it calls, is defined."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name

@@ -16,6 +16,8 @@ from passes.errors import PlacementError
 from passes.ir.ops import Trait, has
 
 from .._torch import OpOverload, OpOverloadPacket
+from ..interpreter.source_lines import named_at
+from ..unexpected_errors import errors_of
 from .base import Info, OpCall, Option, R
 from .einsum_labels import infos
 from .registry import RULES
@@ -42,7 +44,7 @@ def register_rule(op: OpOverload | OpOverloadPacket) -> Callable[[Placements], P
             return [([Shard(0)], [Shard(0), Shard(0)]), ([Shard(1)], [Shard(1), Replicate()])]
 
     Raises ``TypeError`` if ``op`` is no op or is given a rule that is no function, ``ValueError`` if it writes to its
-    inputs; ``PlacementError`` when the rule is used, if what it returns does not fit the call.
+    inputs; ``PlacementError`` when the rule is used, if what it returns does not fit the call, and from what it raises.
     """
     ops = _overloads(op)
 
@@ -79,10 +81,11 @@ def _rule(function: Placements) -> Callable[[OpCall], list[Option]]:
     """A rule that calls ``function``."""
 
     def rule(call: OpCall) -> list[Option]:
-        pairs = function(*call.args, **call.kwargs)
-        if not isinstance(pairs, list | tuple):
-            raise PlacementError(f"{_title(call)}: expected a sequence of (outputs, inputs), got {pairs!r}")
-        found = [_option(call, pair) for pair in pairs]
+        with errors_of(PlacementError, f"{_title(call)}, {named_at(function)},"):
+            pairs = function(*call.args, **call.kwargs)
+            if not isinstance(pairs, list | tuple):
+                raise PlacementError(f"{_title(call)}: expected a sequence of (outputs, inputs), got {pairs!r}")
+            found = [_option(call, pair) for pair in pairs]
         return [option for option in found if _splits(option) and _even(call, option)]
 
     return rule

@@ -1,4 +1,4 @@
-"""Errors that a user's own rule, pass, mode, override, transformation or backend raises: theirs, with where it was."""
+"""Errors that a user's own rule, pass, mode, override, transformation or backend raises: the cause, and where it was."""
 
 from __future__ import annotations
 
@@ -61,16 +61,17 @@ def step(model: nn.Module, x: Tensor) -> Tensor:
 
 
 HERE = "test_errors_of_users.py"
+AT_OP = "partitioned step/program-0 at errors_of_users.half.default (half)"
 OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "rule": ({}, ["partitioned step/program-0 at errors_of_users.half.default (half)", "half(model(x))"]),
+    "rule": ({}, ["rule registered for errors_of_users.half.default, missing (", AT_OP, "half(model(x))"]),
     "pass": ({"passes": (BrokenPass(),)}, ["pass BrokenPass, stage 02", "at errors_of_users.half.default (half)"]),
-    "mode": ({"parallel_mode": BrokenMode()}, ["while spmd partitioned step/program-0"]),
+    "mode": ({"parallel_mode": BrokenMode()}, ["the mode BrokenMode", "while spmd partitioned step/program-0"]),
     "override": (
         {"module_override": [BrokenOverride()]},
-        ["BrokenOverride.replacement was asked for 1", "captured step"],
+        ["BrokenOverride.replacement, asked for 1,", "captured step"],
     ),
-    "transform": ({"module_override": [BrokenTransform()]}, ["while spmd partitioned step/program-0"]),
-    "gm_transformation": ({"gm_transformation": missing}, ["while spmd lowered step/program-0"]),
+    "transform": ({"module_override": [BrokenTransform()]}, ["BrokenTransform.transform", "partitioned step/program-0"]),
+    "gm_transformation": ({"gm_transformation": missing}, ["gm_transformation=missing (", "lowered step/program-0"]),
     "backend": ({"backend": missing}, ["while the backend compiled this: ", "while spmd lowered step/program-0"]),
 }
 
@@ -83,12 +84,14 @@ def test_they_are_named_with_op_and_line(kind: str) -> None:
         spmd.register_rule(torch.ops.errors_of_users.half.default)(missing)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     try:
-        with pytest.raises((KeyError, spmd.PassError)) as caught:
+        with pytest.raises((spmd.SpmdError, KeyError)) as caught:
             spmd.compile(**options)(step)(model, torch.ones(4, 3))
     finally:
         if RULES.pop(torch.ops.errors_of_users.half.default, None):
             user_rules.registered.pop()  # entries of a cache are not kept where there is one
-    assert isinstance(caught.value, spmd.PassError) == (kind == "pass")
-    text = "\n".join([str(caught.value), *caught.value.__notes__])
-    assert all(word in text for word in [*words, HERE]), text
+    raised = caught.value.__cause__ if isinstance(caught.value, spmd.SpmdError) else caught.value
+    assert isinstance(raised, KeyError)
+    text = "\n".join([repr(raised), str(caught.value), *caught.value.__notes__])
+    assert all(word in text for word in [*words, HERE, "missing"]), text
+    assert kind in ("pass", "backend") or 'return {}["missing"]' in text
     assert len({*caught.value.__notes__}) == len(caught.value.__notes__)

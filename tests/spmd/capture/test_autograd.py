@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -316,3 +317,37 @@ def test_what_was_traced_before_changes_no_program() -> None:
 @pytest.mark.parametrize("case, style, world", list(cases()))
 def test_what_autograd_offers_is_exact(ranks: Ranks, case: Trained, style: str, world: int) -> None:
     assert_agrees(ranks, world, case, style)
+
+
+class Scaled:
+    """A hook that is an object."""
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        return parameter.grad.mul_(0.5)
+
+
+def counted(parameter: Tensor) -> int:
+    return parameter.numel()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("hook", "name", "value"),
+    [(Scaled(), "Scaled", "a tensor"), (counted, "counted", "6"), (partial(counted), "counted", "6")],
+)
+def test_a_hook_after_accumulation_that_returns_a_value_is_named(hook: Any, name: str, value: str) -> None:
+    """Torch raises, too, and names no hook."""
+    model = nn.Linear(3, 2)
+    model.weight.register_post_accumulate_grad_hook(hook)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    line = getattr(hook, "func", hook if name == "counted" else Scaled.__call__).__code__.co_firstlineno
+    expected = rf"runs {name} \(.*test_autograd.py:{line}\), a hook on model.weight .* returned {value}, where torch"
+    with pytest.raises(spmd.CaptureError, match=expected) as refused:
+        spmd.compile(step)(model, torch.ones(2, 3))
+    assert "loss.backward()" in str(refused.value) and model.weight.grad is None
