@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Shard
 
 from .base import Pass
 from .communication.form_units import FormUnits
@@ -31,6 +32,7 @@ from .ir.collectives import Kind
 from .ir.micro_batches import in_all_runs, runs_of
 from .ir.program import Program, is_sharded
 from .ir.roles import Role
+from .memory.binding_peak import Settings, describe_peak
 from .memory.bundle_memory import bundle_memory
 from .memory.peak_memory import planned_memory
 from .memory.pieces import Pieces
@@ -78,7 +80,7 @@ def fit(
         return Fitted(program, tuple(pipeline), search.plain.peak, search.describe(None, budget))
     chosen = search.fastest(budget)
     if chosen is None:
-        raise MemoryBudgetError(refusal(budget, search.least()))
+        raise MemoryBudgetError(search.refusal(budget))
     fitted = chosen.way.of(program), search.pipeline(chosen)
     return Fitted(*fitted, search.peak(chosen), search.describe(chosen, budget))
 
@@ -90,14 +92,18 @@ def check_state_fits(program: Program, budget: int, all_gather: AllGather, kept:
     """
     device, stages = device_of(program), program.stages
     own = [program] if stages is None else [stages.programs[role] for role in stages.roles_of(program)]
-    held = sum(dict(size for each in own for size in _state_bytes(each, device)).values())
+    held, graphs = sum(dict(size for each in own for size in _state_bytes(each, device)).values()), 0
     if device.type == "cpu":
-        held += _NODE_BYTES * sum(len(each.graph.nodes) for each in (program, program, *kept)) + _COMPILING
-    most = max(map(int, all_gather(str(held))))
+        graphs = _NODE_BYTES * sum(len(each.graph.nodes) for each in (program, program, *kept)) + _COMPILING
+    most = max(map(int, all_gather(str(held + graphs))))
     if most > budget:
+        is_whole = program.mesh.size > 1 and not settings_of(program).is_split
+        split = 'set parallel_style="fully_shard"' if is_whole else "split state over more ranks"
+        advice = f"{split}, or train a smaller model" if graphs < budget else "no setting makes the graphs fit"
         raise MemoryBudgetError(
-            f"expected memory= to be at least {rounded_up(most)} per rank, which the step's state takes before a value "
-            f"is computed, got {rounded_down(budget)}: split state over more ranks, or train a smaller model"
+            f"expected memory= to be at least {rounded_up(most)} per rank, which the step takes before a value is "
+            f"computed ({rounded_up(held)} of state, {rounded_up(graphs)} for graphs and compiling), "
+            f"got {rounded_down(budget)}: {advice}"
         )
 
 
@@ -131,16 +137,22 @@ def decide_gathers(program: Program, pipeline: Sequence[Pass], all_gather: AllGa
 
 def bytes_of_stages(
     program: Program, pipeline: Sequence[Pass], all_gather: AllGather, kept: Sequence[Program] = ()
-) -> int:
-    """What a pipeline holds on its device once the passes are through, on the rank that needs the most; collective."""
+) -> tuple[int, str, int]:
+    """What a pipeline holds on its device once the passes are through, on the rank that needs the most; collective.
+
+    With it a sentence on the peak there, and what graphs and compiling take of it.
+    """
     bundle: Bundle = run(program, pipeline, check=False).stages
     (call,), device = bundle.calls, device_of(program)
     own = [bundle.programs[role] for role in bundle.roles_of(program)]
-    memory = bundle_memory(bundle, call, bundle.coordinate_of(program)).planned.peak + max(map(_bytes_beside, own))
+    planned = bundle_memory(bundle, call, bundle.coordinate_of(program)).planned
+    memory, beside = planned.peak + max(map(_bytes_beside, own)), 0
     if device.type == "cpu":
         graphs = [program, program, *program.stages.programs.values(), *own, *kept]
-        memory += _NODE_BYTES * sum(len(each.graph.nodes) for each in graphs) + _COMPILING
-    return max(map(int, all_gather(str(memory))))
+        beside = _NODE_BYTES * sum(len(each.graph.nodes) for each in graphs) + _COMPILING
+    found = [memory + beside, describe_peak(planned, settings_of(program)), beside]
+    most, peak, beside = max(map(json.loads, all_gather(json.dumps(found))), key=lambda each: each[0])
+    return most, peak, beside
 
 
 def _bytes_beside(program: Program) -> int:
@@ -206,13 +218,16 @@ class _Search:
         """The first candidate that fits; None if none does."""
         return next((each for each in self._candidates if each.peak <= budget and self.peak(each) <= budget), None)
 
-    def least(self) -> int:
-        """The least budget that any candidate fits into."""
-        least = self.plain.peak
+    def refusal(self, budget: int) -> str:
+        """The sentence on the least budget that any candidate fits into, and on its peak on the rank that has most."""
+        least, way, recompute = self.plain.peak, self._ways[0], None
         for each in sorted(self._candidates, key=lambda each: each.peak):
-            if each.peak < least:
-                least = min(least, self.peak(each))
-        return least
+            if each.peak < least and (peak := self.peak(each)) < least:
+                least, way, recompute = peak, each.way, _recompute(each.level)
+        program = self._rewritten(way, recompute)
+        found = [_bytes(program), describe_program(program)]
+        size, peak_of_most = max(map(json.loads, self._all_gather(json.dumps(found))), key=lambda each: each[0])
+        return refusal(budget, least, peak_of_most, least - size if self._is_host else 0)
 
     def peak(self, candidate: _Candidate) -> int:
         """The bytes that a candidate counts as: what the passes make of it, or the estimate if that is more."""
@@ -274,13 +289,16 @@ class _Search:
         return (*self._passes[: self._place], recompute, *self._passes[self._place + stands :])
 
     def _run(self, way: _Way, recompute: Recompute | None) -> _Made:
-        program = run(way.of(self._program), self._with(recompute)[self._place :], check=False)
+        program = self._rewritten(way, recompute)
         nodes = 2 * len(self._given.graph.nodes) + len(program.graph.nodes) + self._kept_nodes
         peak = _bytes(program) + self._node_bytes * nodes + _COMPILING * self._is_host
         timeline = estimate(program, self._table, backend=backend_of(self._passes), with_memory=False)
         assert timeline is not None, "the rates of the device are known, or there would be no costs"
         peak, seconds = self._agreed([peak, timeline.seconds])
         return _Made(int(peak), seconds, runs_on_streams(program))
+
+    def _rewritten(self, way: _Way, recompute: Recompute | None) -> Program:
+        return run(way.of(self._program), self._with(recompute)[self._place :], check=False)
 
     @property
     def _is_host(self) -> bool:
@@ -350,11 +368,37 @@ def _gathers(node: fx.Node) -> bool:
     return (described.role, described.kind) == (Role.PARAMETER, Kind.ALL_GATHER)
 
 
-def refusal(budget: int, least: int) -> str:
-    """The sentence for a budget below the ``least`` that a step runs with."""
+def describe_program(program: Program) -> str:
+    """The peak of a final program, of the run of a call that needs the most: where it is, and what to set next."""
+    device = str(device_of(program))
+    plans = [plan for space, plan in planned_memory(program).items() if space.partition(",")[0] == device]
+    return describe_peak(max(plans, key=lambda plan: plan.peak), settings_of(program)) if plans else ""
+
+
+def settings_of(program: Program) -> Settings:
+    """How a partitioned program runs."""
+    micro, inputs = program.micro_batches, list(zip(program.inputs, program.placeholders, strict=True))
+    rows = {i.name: p.dim for i, _ in inputs for p in i.placement if i.role is Role.BATCH and isinstance(p, Shard)}
+    rows = rows if micro is None else dict(micro.split)
+    lengths = [node.meta["val"].shape[rows[declared.name]] for declared, node in inputs if declared.name in rows]
+    flat = [part.input for declared, _ in inputs for part in declared.parts] + program.inputs
+    return Settings(
+        parts=1 if micro is None else micro.count,
+        rows=max(lengths, default=0),
+        is_split=any(each.role is Role.PARAMETER and is_sharded(each.placement) for each in flat),
+        adds_whole=any(
+            each.role is Role.ACCUMULATOR and each.shape and not is_sharded(each.placement) for each in flat
+        ),
+        ranks=program.mesh.size,
+    )
+
+
+def refusal(budget: int, least: int, peak: str, beside: int = 0) -> str:
+    """The sentence for a budget below the ``least`` that a step runs with; ``beside``: of that, what is no value."""
+    graphs = f" ({rounded_up(beside)} of it for graphs and compiling)" if beside > 0 else ""
     return (
-        f"expected memory= to be at least {rounded_up(least)} per rank, with which this step runs, "
-        f"got {rounded_down(budget)}: pass a smaller batch, run it as micro-batches, or split state over more ranks"
+        f"expected memory= to be at least {rounded_up(least)} per rank, with which this step runs{graphs}, "
+        f"got {rounded_down(budget)}; {peak}"
     )
 
 

@@ -150,23 +150,25 @@ class Options:
 
         ``kept``: as for ``fitted``. Raises ``MemoryBudgetError`` if none fits, or state alone does not.
         """
-        local, needed = self._share(captured, all_gather), list[int]()
+        local, needed = self._share(captured, all_gather), list[tuple[int, str, int]]()
         if self.memory is not None:
             check_state_fits(local, self.memory, all_gather, kept)
         while self.memory is not None and local.stages is not None:
             needed.append(bytes_of_stages(local, self.pipeline, all_gather, kept))
-            if needed[-1] <= self.memory:
-                local.notes.append(describe_fit(local.schedules[0], needed[-1], self.memory))
+            if needed[-1][0] <= self.memory:
+                local.notes.append(describe_fit(local.schedules[0], needed[-1][0], self.memory))
                 break
             if len(local.schedules) == 1:
-                raise MemoryBudgetError(refusal(self.memory, min(needed)))
+                raise MemoryBudgetError(refusal(self.memory, *min(needed)))
             local = self._share(replace(captured, schedules=local.schedules[1:]), all_gather)
         return local
 
     def _share(self, captured: Program, all_gather: AllGather) -> Program:
         mode = self.mode
         with errors_of(PartitionError, f"the mode {type(mode).__name__}", may_be_ours=True):
-            return partition_together(mode, captured, all_gather) if isinstance(mode, Auto) else mode.partition(captured)
+            return (
+                partition_together(mode, captured, all_gather) if isinstance(mode, Auto) else mode.partition(captured)
+            )
 
     @interruptible
     def fitted(

@@ -39,8 +39,9 @@ class PlannedMemory:
     ``peak``: state and arguments, the arena, and the most that ops allocate beside it at once. ``roles``: what is in
     use of that when most is, by what it holds (``Holds``); ``unused``: the rest. ``at``: the op at which most is in
     use, and its module. ``arena``: kept between calls; ``arena_used``: the most that lives in it at once, below which
-    no arena can be; ``allocated``: the most beside it. ``largest``: values that live at the peak. What ops need while
-    they run is not known, nor what the allocator keeps.
+    no arena can be; ``allocated``: the most beside it. ``largest``: values that live at the peak. ``phase`` and
+    ``line``: the part of the step that the op belongs to, and the user's line. What ops need while they run is not
+    known, nor what the allocator keeps.
     """
 
     peak: int
@@ -51,6 +52,8 @@ class PlannedMemory:
     allocated: int
     at: str
     largest: tuple[LiveValue, ...]
+    phase: str = ""
+    line: str = ""
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> PlannedMemory:
@@ -111,7 +114,10 @@ class _Plan:
         largest = sorted(visible, key=lambda piece: -piece.size)[:_LARGEST]
         values = tuple(self._value(piece) for piece in largest)
         unused = peak - sum(roles.values())
-        return PlannedMemory(peak, roles, unused, size, used, allocated, self.names[self.nodes[at]], values)
+        name, source = self.names[self.nodes[at]], next((n for n in self.nodes[at:] if n.meta.get("source")), None)
+        said = {} if source is None else source.meta
+        where = str(said.get("phase", "")), str(said.get("source", ""))
+        return PlannedMemory(peak, roles, unused, size, used, allocated, name, values, *where)
 
     def _arena(self, space: Space) -> tuple[int, int]:
         """The bytes of the arena, and the most that lives in it at once."""

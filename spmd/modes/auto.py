@@ -16,7 +16,7 @@ import passes
 from passes import MemoryBudgetError, PassError, Program, Table
 from passes.analysis.collective_algorithms import BUILT_IN
 from passes.default_passes import with_micro_batches
-from passes.fit_memory import rounded_down, rounded_up
+from passes.fit_memory import describe_program, rounded_down, rounded_up
 from passes.memory.peak_memory import planned_memory
 from passes.schedule.node_costs import device_of
 
@@ -39,11 +39,12 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Made:
-    """What the passes make of a style: estimated seconds, and bytes at the peak."""
+    """What the passes make of a style: estimated seconds, and bytes at the peak, with a sentence on that."""
 
     style: str
     seconds: float
     peak: int
+    where: str
 
     def __str__(self) -> str:
         return f"{self.style} {self.seconds * 1e3:.1f} ms and {self.peak / 1e6:.0f} MB"
@@ -138,7 +139,7 @@ class Auto(DataParallel):
             least = min(made, key=lambda each: each.peak)
             raise MemoryBudgetError(
                 f"expected memory= to be at least {rounded_up(least.peak)} per rank, with which {least.style} runs, "
-                f"got {rounded_down(self.memory or 0)}: pass a smaller batch, micro_batches=, or more ranks"
+                f"got {rounded_down(self.memory or 0)}; {least.where}"
             )
         chosen = min(fitting, key=lambda each: each.seconds)
         why = "the fastest by estimate" if len(fitting) == len(made) else "the fastest by estimate of those that fit"
@@ -155,7 +156,7 @@ class Auto(DataParallel):
             raise PassError(f"nothing is known of the speed of {device_of(local)}, by which Auto chooses: calibrate it")
         device = str(device_of(final))
         peaks = [plan.peak for space, plan in planned_memory(final).items() if space.startswith(device)]
-        return _Made(style, found.seconds, max(peaks, default=0)), local
+        return _Made(style, found.seconds, max(peaks, default=0), describe_program(final)), local
 
 
 def partition_together(mode: Auto, program: Program, gather: Callable[[str], list[str]]) -> Program:

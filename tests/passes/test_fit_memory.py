@@ -100,7 +100,9 @@ def test_the_least_budget_that_is_named_fits_and_less_does_not(program: Program)
 
 
 def test_what_is_too_little_does_not_read_as_enough() -> None:
-    assert "at least 1.01 MB per rank, with which this step runs, got 1.00 MB" in refusal(1_004_000, 1_005_000)
+    assert "at least 1.01 MB per rank, with which this step runs, got 1.00 MB; it" in refusal(
+        1_004_000, 1_005_000, "it"
+    )
 
 
 def test_few_of_the_candidates_are_made(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"module_override": [BrokenOverride()]},
         ["BrokenOverride.replacement, asked for 1,", "captured step"],
     ),
-    "transform": ({"module_override": [BrokenTransform()]}, ["BrokenTransform.transform", "partitioned step/program-0"]),
+    "transform": (
+        {"module_override": [BrokenTransform()]},
+        ["BrokenTransform.transform", "partitioned step/program-0"],
+    ),
     "gm_transformation": ({"gm_transformation": missing}, ["gm_transformation=missing (", "lowered step/program-0"]),
     "backend": ({"backend": missing}, ["while the backend compiled this: ", "while spmd lowered step/program-0"]),
 }

@@ -116,17 +116,24 @@ def test_a_budget_that_nothing_fits_into_is_refused_with_one_that_does() -> None
     state, _ = of_state("replicate", Net().double())
     with pytest.raises(spmd.MemoryBudgetError, match=r"at least [\d.]+ MB per rank, with which this step") as refused:
         compiled(state + 100_000)
-    least = megabytes(str(refused.value))
+    least, text = megabytes(str(refused.value)), str(refused.value)
+    assert " for graphs and compiling), got " in text and "its peak is in " in text and "test_memory_budget.py:" in text
+    assert "MB of activations" in text and text.endswith("set micro_batches=2, or pass a smaller batch")
     step = compiled(least)
     assert peak(step) < counted(step) <= least
     assert "computed again in backward" in "".join(step.program.notes)
+
+
+def test_a_step_in_micro_batches_is_told_the_next_number_of_them() -> None:
+    with pytest.raises(spmd.MemoryBudgetError, match="set micro_batches=8 instead of 4"):
+        compiled("11MB", micro_batches=4)
 
 
 def of_state(style: str, model: nn.Module, **options: Any) -> tuple[int, list[str]]:
     """The bytes that a refusal of a small budget names, and the files of its traceback."""
     mode = spmd.DataParallel(style, **options)  # type: ignore[arg-type]
     given = model, torch.optim.Adam(model.parameters())
-    with pytest.raises(spmd.MemoryBudgetError, match=r"state takes .*, got 100.00 KB: split state") as refused:
+    with pytest.raises(spmd.MemoryBudgetError, match=r"of state, .*, got 100.00 KB: no setting") as refused:
         compile_on_fake_ranks(2, train_step, given, *batch(), parallel_mode=mode, memory="100KB")
     return megabytes(str(refused.value)), [frame.filename for frame in extract_tb(refused.value.__traceback__)]
 

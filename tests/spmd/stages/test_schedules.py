@@ -114,6 +114,14 @@ def test_auto_takes_what_fits_the_budget() -> None:
     assert any("planned of" in note for note in fits.report().notes)
     with pytest.raises(MemoryBudgetError, match="expected memory= to be at least"):
         compiled(2, schedule="auto", memory=1 << 20, **options)
+    with pytest.raises(MemoryBudgetError, match=r"compiling\), got .*; its peak is in .*, in \w+\.\d.*MB of"):
+        compiled(2, schedule="auto", memory=fits_least(fits), **options)
+
+
+def fits_least(step: Any) -> int:
+    """A budget that is too small, and larger than state and graphs."""
+    (note,) = [note for note in step.report().notes if "planned of" in note]
+    return int(float(note.split()[1]) * 1e6) - 100_000
 
 
 # What is simulated
