@@ -1,4 +1,4 @@
-"""Errors that a user's own rule, pass, mode, override, transformation or backend raises: the cause, and where it was."""
+"""Errors that a user's own rule, pass, mode, override, transformation or backend raises: why, and where."""
 
 from __future__ import annotations
 
