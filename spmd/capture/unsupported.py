@@ -47,14 +47,14 @@ class OutsideTensor(Exception):
     """The step computes with a tensor that is neither an argument nor state: it may be a constant, in another trace."""
 
 
-def accumulation_hook(hook: Callable[[torch.Tensor], None], name: str) -> Callable[[torch.Tensor], None]:
+def accumulation_hook(hook: Callable[[torch.Tensor], object], name: str) -> Callable[[torch.Tensor], None]:
     """The hook of the parameter ``name``, to run when its gradient is accumulated; ``Refused`` if it returns a value.
 
     Torch raises for it, too, and does not say which hook it is.
     """
 
     def checked(parameter: torch.Tensor) -> None:
-        returned: object = hook(parameter)
+        returned = hook(parameter)
         if returned is not None:
             value = "a tensor" if isinstance(returned, torch.Tensor) else repr(returned)
             raise Refused(
