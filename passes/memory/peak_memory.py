@@ -115,8 +115,8 @@ class _Plan:
         values = tuple(self._value(piece) for piece in largest)
         unused = peak - sum(roles.values())
         name, source = self.names[self.nodes[at]], next((n for n in self.nodes[at:] if n.meta.get("source")), None)
-        said = {} if source is None else source.meta
-        where = str(said.get("phase", "")), str(said.get("source", ""))
+        meta = {} if source is None else source.meta
+        where = str(meta.get("phase", "")), str(meta.get("source", ""))
         return PlannedMemory(peak, roles, unused, size, used, allocated, name, values, *where)
 
     def _arena(self, space: Space) -> tuple[int, int]:

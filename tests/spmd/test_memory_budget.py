@@ -124,7 +124,7 @@ def test_a_budget_that_nothing_fits_into_is_refused_with_one_that_does() -> None
     assert "computed again in backward" in "".join(step.program.notes)
 
 
-def test_a_step_in_micro_batches_is_told_the_next_number_of_them() -> None:
+def test_a_step_in_micro_batches_gets_the_next_number_of_them() -> None:
     with pytest.raises(spmd.MemoryBudgetError, match="set micro_batches=8 instead of 4"):
         compiled("11MB", micro_batches=4)
 
