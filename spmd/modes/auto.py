@@ -29,6 +29,7 @@ from ..ranks.simulated import simulated
 from .base import check_flag
 from .data_parallel import DataParallel
 from .option_groups import check_memory
+from .sequence import SEQUENCE_DIM
 
 _STYLES: dict[str, dict[str, Any]] = {
     "replicate": {"parallel_style": "replicate"},
@@ -78,6 +79,7 @@ class Auto(DataParallel):
         mesh: DeviceMesh | ProcessGroup | None = None,
         axes: Axes | None = None,
         input_batch_dim: int = 0,
+        sequence_dim: int = SEQUENCE_DIM,
         inputs: Mapping[str, Any] | None = None,
         params: Mapping[str, Any] | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
@@ -94,6 +96,7 @@ class Auto(DataParallel):
             mesh=mesh,
             axes=axes,
             input_batch_dim=input_batch_dim,
+            sequence_dim=sequence_dim,
             inputs=inputs,
             params=params,
             mp_policy=mp_policy,
@@ -114,6 +117,7 @@ class Auto(DataParallel):
             mesh=self.mesh,
             axes=self.axes,
             input_batch_dim=self.input_batch_dim,
+            sequence_dim=self.sequence_dim,
             inputs=self.inputs,
             params=self.params,
             mp_policy=self.mp_policy,

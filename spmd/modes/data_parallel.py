@@ -57,7 +57,7 @@ from .option_groups import (
     check_reductions,
     check_statistics,
 )
-from .sequence import SEQUENCE_DIM, check_attention, sequence_cuts
+from .sequence import SEQUENCE_DIM, check_attention, check_sequence_dim, sequence_cuts
 from .shares import Share, Style, StyleName, check_gather_dtype, check_untrained
 
 
@@ -75,7 +75,8 @@ class DataParallel(PlannedMode):
     ``axes`` gives roles to axes by name, ``{"batch": "dp", "tensor": "tp"}``; a role may name several axes, and an axis
     have several roles. ``"batch"``: ranks pass other rows. ``"shard"``: styles split parameters, by default over the
     axes of ``"batch"`` and ``"sequence"`` together. ``"tensor"``: ``params`` splits them. ``"sequence"``: the program
-    splits dim 1 of each argument that ``inputs`` does not name, if it is as long as there are ranks. ``"experts"``:
+    splits ``sequence_dim`` of each argument that ``inputs`` does not name, if it is as long as there are ranks: dim 1
+    of rows x time; time x rows is ``sequence_dim=0, input_batch_dim=1``. ``"experts"``:
     ranks have other experts, whose weights are split on dim 0 and stay where they are, in every style; rows go to
     them. Several of these are one axis, called ``"dp_ep"``, and have their other roles in common; all ranks then make
     the mode together, since it opens process groups. Along an axis without the role ``"batch"`` ranks pass equal
@@ -236,6 +237,7 @@ class DataParallel(PlannedMode):
         bits: Literal["same"] | None = None,
         virtual: int = 8,
         attention: Form | None = None,
+        sequence_dim: int = SEQUENCE_DIM,
         balance: bool = True,
         stages: Iterable[str] | None = None,
         virtual_stages: int = 2,
@@ -271,6 +273,7 @@ class DataParallel(PlannedMode):
                     raise ValueError(f'expected no axis with the role "{role}" with bits="same"')
             self.micro_batches = self.bits
         self.attention, self.balance = check_attention(attention, self._roles), check_flag("balance", balance)
+        self.sequence_dim = check_sequence_dim(sequence_dim, self.input_batch_dim, self._roles, self.micro_batches)
         self.pipeline = check_pipeline(
             stages, virtual_stages, schedule, self._roles, self.micro_batches, offload_policy
         )
@@ -339,11 +342,6 @@ class DataParallel(PlannedMode):
             )
         if self.experts is not None and not axes_having(AxisRole.EXPERTS, roles):
             raise ValueError('expected axes to give an axis the role "experts", over which experts= is split')
-        if axes_having(AxisRole.SEQUENCE, roles) and self.input_batch_dim != 0:
-            raise ValueError(
-                f'expected input_batch_dim=0 with axes["sequence"], which splits dim {SEQUENCE_DIM} of the arguments, '
-                f"got {self.input_batch_dim}"
-            )
 
     def plan(self, program: Program) -> Plan:
         """Parameters by annotation or style; optimizer state as its parameter is updated; buffers replicated."""
@@ -367,7 +365,7 @@ class DataParallel(PlannedMode):
             units=_units(annotations, shares),
             options={"gather_parameters": True, "attention": self.attention, **self.wire.options()},
             updates=updates,
-            cuts=sequence_cuts(program, self.inputs, self.balance and self.attention != "heads"),
+            cuts=sequence_cuts(program, self.inputs, self.sequence_dim, self.balance and self.attention != "heads"),
             experts=frozenset(experts),
             reduce_dtypes={name: share.reduce_dtype for name, share in shares.items()},
             reshard=_reshard(parameters, shares, annotations.chosen),
@@ -423,6 +421,7 @@ class DataParallel(PlannedMode):
             "bits": self.bits and "'same'",
             "virtual": self.bits,
             "attention": self.attention,
+            "sequence_dim": None if self.sequence_dim == SEQUENCE_DIM else self.sequence_dim,
             "balance": None if self.balance else False,
         }
         given = "".join(f", {name}={value}" for name, value in shown.items() if value is not None)

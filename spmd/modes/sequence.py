@@ -16,7 +16,33 @@ from ..placements import Mirrored
 from ..ranks.axis_roles import Roles, axes_having
 from ..rules.attention import Form, splits_causal_rows
 
-SEQUENCE_DIM = 1
+SEQUENCE_DIM = 1  # of batches of sequences, rows first
+
+
+def check_sequence_dim(dim: Any, batch_dim: int, roles: Roles | None, micro_batches: int) -> int:
+    """Raise ``TypeError`` or ``ValueError`` for a dim that sequences cannot have; returns it.
+
+    ``batch_dim``: that of rows, which ranks or micro-batches divide, or do not.
+    """
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"expected sequence_dim to be an int, got {dim!r}")
+    if dim < 0:
+        raise ValueError(
+            f"expected sequence_dim to count from the front, as arguments may have other numbers of dims, got {dim}"
+        )
+    if not (roles and axes_having(AxisRole.SEQUENCE, roles)):
+        if dim != SEQUENCE_DIM:
+            raise ValueError(
+                f"expected no sequence_dim={dim} without an axis that splits sequences: give one the role, as "
+                'axes={"sequence": "cp"} does'
+            )
+    elif dim == batch_dim and (axes_having(AxisRole.BATCH, roles) or micro_batches > 1):
+        raise ValueError(
+            f"expected the dims of rows and of sequences to differ, got input_batch_dim={batch_dim} and "
+            f"sequence_dim={dim}: tensors of rows x time have input_batch_dim=0 and sequence_dim=1, and of time x rows "
+            "input_batch_dim=1 and sequence_dim=0"
+        )
+    return dim
 
 
 def check_attention(given: Any, roles: Roles | None) -> Form | None:
@@ -32,8 +58,8 @@ def check_attention(given: Any, roles: Roles | None) -> Form | None:
     return given  # type: ignore[no-any-return]
 
 
-def sequence_cuts(program: Program, named: Collection[str] | None, balance: bool) -> dict[str, Placements]:
-    """The placement with which the program goes on, by argument: split along the sequence, too.
+def sequence_cuts(program: Program, named: Collection[str] | None, dim: int, balance: bool) -> dict[str, Placements]:
+    """The placement with which the program goes on, by argument: split along the sequence, its ``dim``, too.
 
     Not of arguments that are ``named``, nor where the dim is shorter than there are ranks: those stay as they are
     passed, and every rank computes with them as a whole. ``balance``: each rank has an early and a late part, if some
@@ -46,9 +72,9 @@ def sequence_cuts(program: Program, named: Collection[str] | None, balance: bool
     found = {}
     for each in arguments:
         is_named = any(f"{each.name}.".startswith(f"{name}.") for name in named or ())
-        if not is_named and len(each.shape) > SEQUENCE_DIM and each.shape[SEQUENCE_DIM] >= ranks:
+        if not is_named and len(each.shape) > dim and each.shape[dim] >= ranks:
             whole = each.placement or replicated(program.mesh)
-            mirrors = balance and len(axes) == 1 and each.shape[SEQUENCE_DIM] % (2 * ranks) == 0
-            split = Mirrored(SEQUENCE_DIM, 1) if mirrors else Shard(SEQUENCE_DIM)
+            mirrors = balance and len(axes) == 1 and each.shape[dim] % (2 * ranks) == 0
+            split = Mirrored(dim, 1) if mirrors else Shard(dim)
             found[each.name] = tuple(split if k in axes else p for k, p in enumerate(whole))
     return found

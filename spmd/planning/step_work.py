@@ -16,6 +16,7 @@ from torch.distributed.tensor import Placement, Shard
 from passes import OutputKind, Phase, Program, Role, SpmdError
 
 from ..modes.data_parallel import DataParallel
+from ..modes.sequence import SEQUENCE_DIM
 from ..step import CompiledStep
 from .capture import captured, partitioned, partitioned_on, sections
 from .estimate import State, Traffic, Work
@@ -179,6 +180,7 @@ class CapturedStep:
                 params=params,
                 inputs=_along(given.inputs or {}, batch),
                 input_batch_dim=given.input_batch_dim,
+                sequence_dim=given.sequence_dim if "sequence" in roles else SEQUENCE_DIM,
                 mp_policy=given.mp_policy,
                 experts=given.experts.choices if "experts" in roles and given.experts else None,
             )

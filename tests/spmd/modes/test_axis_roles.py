@@ -255,11 +255,6 @@ def test_axes_that_cannot_be(axes: Any, error: type[Exception], message: str) ->
             spmd.DataParallel("fully_shard", mesh=mesh, axes=axes)
 
 
-def test_a_sequence_and_another_batch_dim_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="expected input_batch_dim=0 with axes"):
-        spmd.DataParallel(axes={"batch": "dp", "sequence": "cp"}, input_batch_dim=1)
-
-
 @pytest.mark.parametrize("options, message", [
     ({"axes": {"batch": "x"}}, r"axes names 'x', but the axes of the mesh are \['dp'\]"),
     ({"axes": {"batch": "dp", "shard": ()}, "annotate": True}, 'no axis of dp=2 has the role "shard"'),
