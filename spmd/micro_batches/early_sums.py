@@ -19,6 +19,7 @@ from passes.ir.collectives import is_collective
 from passes.ir.edit import add_input
 from passes.ir.effects import is_random
 from passes.ir.ops import Trait, has
+from passes.ir.roles import Phase
 
 from ..partitioner.partition_program import partition
 from ..partitioner.plan import Plan
@@ -120,12 +121,32 @@ def _result(name: str, val: torch.Tensor) -> Output:
 
 def _check_given(program: Program, value: fx.Node, wait: fx.Node) -> None:
     if needs := _needed(program, value):
+        if (reader := _behind_update(wait)) is not None:
+            raise PartitionError(
+                f"{described(wait)} is a sum by which the step updates parameters that {described(reader)} reads "
+                "afterwards, in each micro-batch: they are known only when all have run. Compile what follows the "
+                "update as a step of its own, which has the same numbers, or keep the batch whole (micro_batches=1)"
+            )
         raise PartitionError(
             f"{described(wait)} is a sum over the whole batch that each micro-batch needs, and it follows from "
             f"{needs}: it is known only when all have run. Keep the batch whole (micro_batches=1); with "
             'micro_batches=, let each have sums of its own (statistics="per_micro_batch"); or look at each row by '
             "itself, as LayerNorm does, and BatchNorm does not"
         )
+
+
+def _behind_update(node: fx.Node) -> fx.Node | None:
+    """The first node of forward that reads what the update computes from ``node``; None if there is none."""
+    after, updated = {node}, set[fx.Node]()
+    for each in node.graph.nodes:
+        if after.isdisjoint(each.all_input_nodes):
+            continue
+        after.add(each)
+        if each.meta.get("phase") is Phase.UPDATE or not updated.isdisjoint(each.all_input_nodes):
+            updated.add(each)
+        if each in updated and each.meta.get("phase") is Phase.FORWARD:
+            return each  # type: ignore[no-any-return]
+    return None
 
 
 def of_activations(captured: Program, sums: Sequence[fx.Node]) -> list[fx.Node]:
