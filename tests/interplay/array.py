@@ -1,0 +1,74 @@
+"""Rows of the covering array: each possible pair of values is in one, in as few rows as a greedy choice finds.
+
+The choice is that of AETG (Cohen, Dalal, Fredman and Patton, 1997): a row begins with a pair that no row has yet, and
+takes for each other dimension, in random order, the value that covers most of what is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import combinations
+
+from .dimensions import DECIDING, DIMENSIONS, Row, is_possible
+
+Pair = frozenset[tuple[str, str]]
+_TRIES = 8  # rows made for each that is taken
+
+
+def pairs() -> set[Pair]:
+    """All pairs of values of two dimensions that some row has."""
+    found = set[Pair]()
+    for one, other in combinations(DIMENSIONS, 2):
+        for value in DIMENSIONS[one]:
+            for second in DIMENSIONS[other]:
+                if completed({one: value, other: second}, random.Random(0)) is not None:
+                    found.add(frozenset({(one, value), (other, second)}))
+    return found
+
+
+def covered(row: Row) -> set[Pair]:
+    """The pairs that a row has."""
+    return {frozenset(pair) for pair in combinations(row.items(), 2)}
+
+
+def completed(begun: Row, draw: random.Random, left: set[Pair] | None = None) -> Row | None:
+    """A possible row with these values, which covers much of what is ``left``; None if there is none."""
+    if not is_possible(begun):
+        return None
+    missing = [each for each in DIMENSIONS if each not in begun]
+    draw.shuffle(missing)
+    missing.sort(key=lambda each: DECIDING.index(each) if each in DECIDING else len(DECIDING))
+    return _filled(begun, missing, draw, left or set())
+
+
+def _filled(row: Row, missing: Sequence[str], draw: random.Random, left: set[Pair]) -> Row | None:
+    if not missing:
+        return row
+    dimension, *others = missing
+    values = [value for value in DIMENSIONS[dimension] if is_possible({**row, dimension: value})]
+    draw.shuffle(values)
+    values.sort(key=lambda value: -sum(frozenset({(dimension, value), each}) in left for each in row.items()))
+    for value in values:
+        found = _filled({**row, dimension: value}, others, draw, left)
+        if found is not None:
+            return found
+    return None
+
+
+def rows(seed: int = 0) -> list[Row]:
+    """Rows that have all pairs, in the dimensions' order."""
+    draw, left, found = random.Random(seed), pairs(), list[Row]()
+    while left:
+        first = min(left, key=sorted)
+        made = [completed(dict(first), draw, left) for _ in range(_TRIES)]
+        best = max((row for row in made if row is not None), key=lambda row: len(covered(row) & left))
+        left -= covered(best)
+        found.append({dimension: best[dimension] for dimension in DIMENSIONS})
+    draw.shuffle(found)
+    return found
+
+
+def differing(row: Row) -> dict[str, str]:
+    """What of a row is not the first value of its dimension: how it is written."""
+    return {name: value for name, value in row.items() if value != DIMENSIONS[name][0]}

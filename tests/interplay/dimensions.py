@@ -1,0 +1,109 @@
+"""The dimensions of the covering array: what a train step, its mode and its loop can be, one value of each a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+Row = dict[str, str]  # a value of each dimension
+
+# The first value of a dimension is the plain one.
+DIMENSIONS: dict[str, tuple[str, ...]] = {
+    "mesh": ("2", "3", "1", "2x2", "tensor", "sequence", "sequence x batch", "experts", "stages", "stages x batch"),
+    "style": ("replicate", "fully_shard", "kept whole", "default", "shard_optimizer"),
+    "annotations": ("none", "fully_shard", "replicate"),
+    "micro_batches": ("1", "2", "4"),
+    "reduce": ("once", "each"),
+    "bits": ("any", "same"),
+    "schedule": ("1f1b", "gpipe", "zb-h1", "interleaved"),
+    "attention": ("any", "ring", "gather", "heads"),
+    "transport": ("memory", "messages"),
+    "deferral": ("no", "yes"),
+    "offload": ("no", "yes"),
+    "memory": ("any", "least"),
+    "cache": ("off", "warm"),
+    "backend": ("aten", "graph copied", "no passes", "override"),
+    "clears": ("last", "first", "each second", "each second, clipped"),
+    "optimizer": ("SGD", "momentum", "AdamW", "fused AdamW", "Adafactor", "two groups and a schedule"),
+    "model": ("plain", "tied", "batch norm", "counter", "frozen", "unused", "hook", "log", "average", "mixture"),
+    "loss": ("mean", "masked", "sum", "penalty"),
+    "op": ("none", "floor", "remainder", "convolution", "put back", "rows that the step makes", "causal mask"),
+    "rows": ("even", "short third", "uneven", "other length"),
+    "between": (
+        *("nothing", "eval", "parameter", "state in place", "state replaced", "learning rate", "freeze", "load"),
+        *("copy", "second model", "gradient"),
+    ),
+}
+
+DECIDING = ("mesh", "style", "micro_batches", "transport", "bits", "reduce", "deferral", "model", "loss")  # on whose values it depends which others are possible
+
+Excludes = Callable[[Mapping[str, str]], bool]
+
+
+def is_possible(row: Mapping[str, str]) -> bool:
+    """Whether these values can be written together, and run. ``row`` may lack dimensions: they are open."""
+    return not any(excludes(row) for table in (UNWRITTEN, REFUSED) for excludes in table.values())
+
+
+def _has(row: Mapping[str, str], dimension: str, *values: str) -> bool:
+    """Whether the row has a value there, which is one of these."""
+    return row.get(dimension) in values
+
+
+def _lacks(row: Mapping[str, str], dimension: str, *values: str) -> bool:
+    """Whether the row has a value there, which is none of these."""
+    return dimension in row and row[dimension] not in values
+
+
+_STAGES, _SEQUENCE = ("stages", "stages x batch"), ("sequence", "sequence x batch")
+
+# What is no step of its own, because a value has no meaning beside another.
+UNWRITTEN: dict[str, Excludes] = {
+    "schedules are of stages": lambda row: _lacks(row, "schedule", "1f1b") and _lacks(row, "mesh", *_STAGES),
+    "attention is split with a sequence": lambda row: _lacks(row, "attention", "any")
+    and _lacks(row, "mesh", *_SEQUENCE),
+    "one rank has no messages": lambda row: _has(row, "mesh", "1") and _has(row, "transport", "messages"),
+    "gradients are reduced each where parameters are split": lambda row: _has(row, "reduce", "each")
+    and (_has(row, "style", "replicate") or _has(row, "micro_batches", "1")),
+    "annotations stand in the place of a style": lambda row: _lacks(row, "annotations", "none")
+    and (_lacks(row, "style", "replicate") or _lacks(row, "mesh", "2", "3", "1", "2x2")),
+    "experts are of a mixture": lambda row: _has(row, "mesh", "experts") and _lacks(row, "model", "mixture"),
+    "updates are deferred over messages": lambda row: _has(row, "deferral", "yes")
+    and _has(row, "transport", "memory"),
+}
+
+# What is refused, by a part of the sentence.
+REFUSED: dict[str, Excludes] = {
+    "expected no defer_updates=True with micro_batches": lambda row: _has(row, "deferral", "yes")
+    and _lacks(row, "micro_batches", "1"),
+    'expected no axis with the role "stages" with bits="same"': lambda row: _has(row, "mesh", *_STAGES)
+    and _has(row, "bits", "same"),
+    'expected no axis with the role "sequence" with bits="same"': lambda row: _has(row, "mesh", *_SEQUENCE)
+    and _has(row, "bits", "same"),
+    'expected no axis with the role "experts" with bits="same"': lambda row: _has(row, "mesh", "experts")
+    and _has(row, "bits", "same"),
+    'expected axes to give an axis the role "shard"': lambda row: _has(row, "mesh", "stages")
+    and _has(row, "style", "fully_shard", "kept whole", "shard_optimizer"),
+    'expected reduce_gradients="once" with bits="same"': lambda row: _has(row, "reduce", "each")
+    and _has(row, "bits", "same"),
+    'expected micro_batches of 2 or more with axes["stages"]': lambda row: _has(row, "mesh", *_STAGES)
+    and _has(row, "micro_batches", "1"),
+    'expected reduce_gradients="once" with stages': lambda row: _has(row, "mesh", *_STAGES)
+    and _has(row, "reduce", "each"),
+    "expected no offload_policy with stages": lambda row: _has(row, "mesh", *_STAGES) and _has(row, "offload", "yes"),
+    'expected no offload_policy with bits="same" where state is split': lambda row: _has(row, "offload", "yes")
+    and _has(row, "bits", "same")
+    and _lacks(row, "style", "replicate"),
+    "expected no memory with defer_updates=True": lambda row: _has(row, "memory", "least")
+    and _has(row, "deferral", "yes"),
+    "is a sum over the whole batch that each micro-batch needs": lambda row: _lacks(row, "micro_batches", "1")
+    and (_has(row, "model", "batch norm") or _has(row, "loss", "penalty"))
+    and _lacks(row, "bits", "same"),
+    "each part of the batch needs sums of all": lambda row: _lacks(row, "micro_batches", "1")
+    and (_has(row, "model", "batch norm") or _has(row, "loss", "penalty"))
+    and _has(row, "bits", "same"),
+    'bits="same" with micro_batches=4 takes a virtual part for each of them': lambda row: _has(row, "bits", "same")
+    and _has(row, "micro_batches", "4")
+    and _has(row, "mesh", "2x2", "3", "tensor"),
+    "memory= recomputes values before FormUnits": lambda row: _has(row, "memory", "least")
+    and _has(row, "backend", "no passes"),
+}

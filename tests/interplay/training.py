@@ -1,0 +1,248 @@
+"""The model, the step and the loop of a row, as a user writes them: each value of a dimension is a few lines here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..harness.oracle import random_generator
+
+WIDTH, LENGTH, ROWS, EXPERTS, HEADS = 4, 4, 16, 2, 2
+CALLS = 5
+
+
+class Attention(nn.Module):
+    """Causal attention, by one of two spellings of the mask."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op, self.out = op, nn.Linear(WIDTH, WIDTH)
+        # A bias of keys has no gradient but rounding, which Adafactor would make large.
+        self.project = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.project(x).chunk(3, -1))
+        if self.op == "causal mask":
+            seen = F.scaled_dot_product_attention(q, k, v, torch.ones(n, n, dtype=torch.bool).tril())
+        else:
+            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(seen.transpose(1, 2).flatten(2))
+
+
+class Mixture(nn.Module):
+    """One expert a token, whose weights are looked up by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        share, expert = self.router(tokens).softmax(-1).max(-1)
+        out = (tokens[:, None] @ self.up[expert]).squeeze(1) * share[:, None]
+        return x + out.view_as(x)
+
+
+class Block(nn.Module):
+    """Attention and a layer, with the op that kernels or passes treat apart."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op, self.attention, self.layer = op, Attention(op), nn.Linear(WIDTH, WIDTH)
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 1) if op == "convolution" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x + self.attention(x)))
+        if self.op == "floor":
+            h = h + 0.1 * (x.detach() // 0.1)
+        if self.op == "remainder":
+            h = h + x % 0.7
+        if self.convolution is not None:
+            h = h + self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        if self.op == "rows that the step makes":
+            h = h + torch.arange(x.shape[1], dtype=x.dtype).expand(len(x), -1)[..., None] / 10
+        return x + h
+
+
+class Net(nn.Module):
+    """Blocks between two layers, with the row's trait."""
+
+    def __init__(self, trait: str, op: str) -> None:
+        super().__init__()
+        self.trait, self.first = trait, nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(op) for _ in range(4))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if trait == "batch norm" else None
+        self.mixture = Mixture() if trait == "mixture" else None
+        self.unused = nn.Linear(WIDTH, WIDTH) if trait == "unused" else None
+        self.register_buffer("seen", torch.zeros(()))
+        if trait == "tied":
+            self.last.weight = self.first.weight
+        if trait == "frozen":
+            self.blocks[0].requires_grad_(False)
+        if trait == "hook":
+            self.blocks[1].register_forward_hook(lambda module, given, out: out * 1.5)
+            self.last.weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = block(h)
+        if self.mixture is not None:
+            h = self.mixture(h)
+        if self.norm is not None:
+            h = self.norm(h.transpose(1, 2)).transpose(1, 2)
+        if self.trait == "counter" and self.training:
+            self.seen += 1
+        out: Tensor = self.last(h)
+        return out
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": F.mse_loss,
+    "sum": lambda out, y: (out - y).square().sum() / 100,
+    "masked": lambda out, y: ((out - y).square() * (y > 0)).sum() / (y > 0).sum(),
+    "penalty": F.mse_loss,
+}
+
+
+@dataclass
+class Training:
+    """What a loop trains, and what it keeps between calls."""
+
+    values: Mapping[str, str]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    average: nn.Module | None
+    log: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, values: Mapping[str, str]) -> Training:
+        """A fresh one."""
+        model = Net(values["model"], values["op"]).double()
+        optimizer = optimizer_of(values["optimizer"], model)
+        schedule = None
+        if values["optimizer"] == "two groups and a schedule":
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        average = copy.deepcopy(model).requires_grad_(False) if values["model"] == "average" else None
+        return cls(values, model, optimizer, schedule, average)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the step, in front of the batch."""
+        return self.model, self.optimizer, self.average, self.log
+
+    def after(self, call: int) -> None:
+        """What the loop does after a call."""
+        if self.values["clears"].startswith("each second") and call % 2:
+            self.optimizer.zero_grad()
+        if self.schedule is not None:
+            self.schedule.step()
+        if call == 1:
+            self.change(self.values["between"])
+        if call == 2 and self.values["between"] == "eval":
+            self.model.train()
+
+    def change(self, what: str) -> None:
+        """What happens between the second call and the third."""
+        weight, first = self.model.get_parameter("last.bias"), next(iter(self.model.parameters()))
+        with torch.no_grad():
+            if what == "eval":
+                self.model.eval()
+            if what == "parameter":
+                first.mul_(0.9)
+            if what == "gradient" and weight.grad is not None:
+                weight.grad.add_(0.1)
+            if what in ("state in place", "state replaced"):
+                for name, value in self.optimizer.state[weight].items():
+                    if isinstance(value, Tensor) and value.ndim and what == "state in place":
+                        value.mul_(0.5)
+                    elif isinstance(value, Tensor) and value.ndim:
+                        self.optimizer.state[weight][name] = value * 0.5
+            if what == "load":
+                self.model.load_state_dict({name: value * 0.9 for name, value in self.model.state_dict().items()})
+        if what == "learning rate":
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.5
+        if what == "freeze":
+            self.model.get_submodule("blocks.1").requires_grad_(False)
+        if what == "copy":
+            memo: dict[int, Any] = {}
+            for name in ("model", "optimizer", "schedule", "average"):
+                setattr(self, name, copy.deepcopy(getattr(self, name), memo))
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a row."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    if name == "SGD":
+        return torch.optim.SGD(trained, lr=0.1)
+    if name == "momentum":
+        return torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.01)
+    if name == "two groups and a schedule":
+        groups = [{"params": trained[::2]}, {"params": trained[1::2], "lr": 0.02, "weight_decay": 0.1}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    if name == "Adafactor":
+        return torch.optim.Adafactor(trained, lr=0.01)
+    return torch.optim.AdamW(trained, lr=0.01, eps=1e-3, fused=name == "fused AdamW")
+
+
+def step_of(values: Mapping[str, str]) -> Callable[..., Any]:
+    """The train step of a row."""
+    clears, loss_of, penalized = values["clears"], LOSSES[values["loss"]], values["loss"] == "penalty"
+    puts_back, logs = values["op"] == "put back", values["model"] == "log"
+
+    def step(
+        model: Any, optimizer: torch.optim.Optimizer, average: nn.Module | None, log: list[Tensor], x: Tensor, y: Tensor
+    ) -> Any:
+        if clears == "first":
+            optimizer.zero_grad()
+        if not model.training:
+            with torch.no_grad():
+                return loss_of(model(x), y)
+        kept = {name: p.data.clone() for name, p in model.last.named_parameters()} if puts_back else {}
+        for name, p in model.last.named_parameters() if puts_back else ():
+            p.data = kept[name] * 1.01
+        out = model(x)
+        loss = loss_of(out, y)
+        if penalized:
+            (slope,) = torch.autograd.grad(out.square().mean(), model.last.weight, create_graph=True)
+            loss = loss + slope.square().sum()
+        loss.backward()
+        for name, p in model.last.named_parameters() if puts_back else ():
+            p.data = kept[name]
+        if clears.endswith("clipped"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        if average is not None:
+            for mean, new in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(new.detach(), 0.1)
+        if clears == "last":
+            optimizer.zero_grad()
+        if logs:
+            log.append(loss.detach())
+        return loss.detach()
+
+    return step
+
+
+def batch(values: Mapping[str, str], part: int, call: int) -> tuple[Tensor, Tensor]:
+    """``x`` and ``y`` of one part of the batch in a call, (rows, length, width)."""
+    rows, length = ROWS, LENGTH
+    if values["rows"] == "short third" and call == 2:
+        rows //= 2
+    if values["rows"] == "uneven" and part == 0:
+        rows += 8
+    if values["rows"] == "other length" and call >= 2:
+        length *= 2
+    draw = random_generator(part, call)
+    x, y = (torch.randn(rows, length, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2))
+    return x, y
