@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 
-from .dimensions import DECIDING, DIMENSIONS, Row, is_possible
+from .dimensions import DECIDING, DIMENSIONS, REFUSED, Row, is_possible, why_impossible
 
 Pair = frozenset[tuple[str, str]]
 _TRIES = 8  # rows made for each that is taken
@@ -67,6 +67,18 @@ def rows(seed: int = 0) -> list[Row]:
         found.append({dimension: best[dimension] for dimension in DIMENSIONS})
     draw.shuffle(found)
     return found
+
+
+def refused_row(sentence: str) -> Row:
+    """The plainest row that is refused by one sentence of ``REFUSED``, and by no other."""
+    plain = {name: values[0] for name, values in DIMENSIONS.items()}
+    for count in range(1, 5):
+        for names in combinations(DECIDING, count):
+            for values in product(*(DIMENSIONS[name] for name in names)):
+                row = plain | dict(zip(names, values, strict=True))
+                if REFUSED[sentence](row) and why_impossible(row) == {sentence}:
+                    return row
+    raise ValueError(f"no row of {DECIDING} is refused by {sentence!r} alone")
 
 
 def differing(row: Row) -> dict[str, str]:

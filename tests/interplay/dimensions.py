@@ -34,7 +34,11 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-DECIDING = ("mesh", "style", "micro_batches", "transport", "bits", "reduce", "deferral", "model", "loss")  # on whose values it depends which others are possible
+# On whose values it depends which others are possible.
+DECIDING = (
+    *("mesh", "style", "micro_batches", "transport", "bits", "reduce", "deferral", "model", "loss"),
+    *("annotations", "offload", "memory", "backend", "clears", "schedule", "attention"),
+)
 
 Excludes = Callable[[Mapping[str, str]], bool]
 
@@ -42,6 +46,11 @@ Excludes = Callable[[Mapping[str, str]], bool]
 def is_possible(row: Mapping[str, str]) -> bool:
     """Whether these values can be written together, and run. ``row`` may lack dimensions: they are open."""
     return not any(excludes(row) for table in (UNWRITTEN, REFUSED) for excludes in table.values())
+
+
+def why_impossible(row: Mapping[str, str]) -> set[str]:
+    """The names of all that excludes a row."""
+    return {name for table in (UNWRITTEN, REFUSED) for name, excludes in table.items() if excludes(row)}
 
 
 def _has(row: Mapping[str, str], dimension: str, *values: str) -> bool:
@@ -92,7 +101,11 @@ REFUSED: dict[str, Excludes] = {
     "expected no offload_policy with stages": lambda row: _has(row, "mesh", *_STAGES) and _has(row, "offload", "yes"),
     'expected no offload_policy with bits="same" where state is split': lambda row: _has(row, "offload", "yes")
     and _has(row, "bits", "same")
-    and _lacks(row, "style", "replicate"),
+    and (_lacks(row, "style", "replicate") or _has(row, "annotations", "fully_shard")),
+    "so that its gradients cannot be deferred": lambda row: _has(row, "deferral", "yes")
+    and _lacks(row, "clears", "last"),
+    "where the weights of each row's expert are looked up": lambda row: _has(row, "mesh", "experts")
+    and _lacks(row, "micro_batches", "1"),
     "expected no memory with defer_updates=True": lambda row: _has(row, "memory", "least")
     and _has(row, "deferral", "yes"),
     "is a sum over the whole batch that each micro-batch needs": lambda row: _lacks(row, "micro_batches", "1")
