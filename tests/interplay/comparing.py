@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -57,6 +57,17 @@ def differences(rank: int, count: int, values: Mapping[str, str]) -> list[str]:
     return all_unequal(whole, got, parts[rank], len(set(parts)))
 
 
+def refusal(values: Mapping[str, str]) -> str:
+    """The text of the error with which a row is refused, on the first rank; '' if it is not."""
+    try:
+        with ExitStack() as stack:
+            step, training = _compiled(values, stack), Training.of(values)
+            step(*training.arguments(), *batch(values, 0, 0))
+    except (passes.SpmdError, ValueError, TypeError) as error:
+        return " ".join(str(error).split())
+    return ""
+
+
 def part_of(axes: Mapping[str, int], rank: int) -> int:
     """Which rows of the batch a rank has: its place along the axes that split it."""
     place, found = rank, 0
@@ -100,8 +111,8 @@ def _compiled(values: Mapping[str, str], stack: ExitStack) -> Any:
         options["gm_transformation"] = lambda graph_module: torch.fx.GraphModule(graph_module, graph_module.graph)
     if values["backend"] == "no passes":
         options["passes"] = ()
-    if values["memory"] == "least":
-        options["memory"] = "1GB"
+    if values["memory"] != "any":
+        options["memory"] = values["memory"]
     if values["cache"] == "warm":
         options["cache"] = stack.enter_context(tempfile.TemporaryDirectory())
     return spmd.compile(step_of(values), parallel_mode=_mode(values), **options)

@@ -19,7 +19,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "transport": ("memory", "messages"),
     "deferral": ("no", "yes"),
     "offload": ("no", "yes"),
-    "memory": ("any", "least"),
+    "memory": ("any", "1GB"),
     "cache": ("off", "warm"),
     "backend": ("aten", "graph copied", "no passes", "override"),
     "clears": ("last", "first", "each second", "each second, clipped"),
@@ -68,55 +68,76 @@ _STAGES, _SEQUENCE = ("stages", "stages x batch"), ("sequence", "sequence x batc
 # What is no step of its own, because a value has no meaning beside another.
 UNWRITTEN: dict[str, Excludes] = {
     "schedules are of stages": lambda row: _lacks(row, "schedule", "1f1b") and _lacks(row, "mesh", *_STAGES),
-    "attention is split with a sequence": lambda row: _lacks(row, "attention", "any")
-    and _lacks(row, "mesh", *_SEQUENCE),
+    "attention is split with a sequence": lambda row: (
+        _lacks(row, "attention", "any") and _lacks(row, "mesh", *_SEQUENCE)
+    ),
     "one rank has no messages": lambda row: _has(row, "mesh", "1") and _has(row, "transport", "messages"),
-    "gradients are reduced each where parameters are split": lambda row: _has(row, "reduce", "each")
-    and (_has(row, "style", "replicate") or _has(row, "micro_batches", "1")),
-    "annotations stand in the place of a style": lambda row: _lacks(row, "annotations", "none")
-    and (_lacks(row, "style", "replicate") or _lacks(row, "mesh", "2", "3", "1", "2x2")),
+    "gradients are reduced each where parameters are split": lambda row: (
+        _has(row, "reduce", "each") and (_has(row, "style", "replicate") or _has(row, "micro_batches", "1"))
+    ),
+    "annotations stand in the place of a style": lambda row: (
+        _lacks(row, "annotations", "none")
+        and (_lacks(row, "style", "replicate") or _lacks(row, "mesh", "2", "3", "1", "2x2"))
+    ),
     "experts are of a mixture": lambda row: _has(row, "mesh", "experts") and _lacks(row, "model", "mixture"),
-    "updates are deferred over messages": lambda row: _has(row, "deferral", "yes")
-    and _has(row, "transport", "memory"),
+    "updates are deferred over messages": lambda row: _has(row, "deferral", "yes") and _has(row, "transport", "memory"),
 }
 
 # What is refused, by a part of the sentence.
 REFUSED: dict[str, Excludes] = {
-    "expected no defer_updates=True with micro_batches": lambda row: _has(row, "deferral", "yes")
-    and _lacks(row, "micro_batches", "1"),
-    'expected no axis with the role "stages" with bits="same"': lambda row: _has(row, "mesh", *_STAGES)
-    and _has(row, "bits", "same"),
-    'expected no axis with the role "sequence" with bits="same"': lambda row: _has(row, "mesh", *_SEQUENCE)
-    and _has(row, "bits", "same"),
-    'expected no axis with the role "experts" with bits="same"': lambda row: _has(row, "mesh", "experts")
-    and _has(row, "bits", "same"),
-    'expected axes to give an axis the role "shard"': lambda row: _has(row, "mesh", "stages")
-    and _has(row, "style", "fully_shard", "kept whole", "shard_optimizer"),
-    'expected reduce_gradients="once" with bits="same"': lambda row: _has(row, "reduce", "each")
-    and _has(row, "bits", "same"),
-    'expected micro_batches of 2 or more with axes["stages"]': lambda row: _has(row, "mesh", *_STAGES)
-    and _has(row, "micro_batches", "1"),
-    'expected reduce_gradients="once" with stages': lambda row: _has(row, "mesh", *_STAGES)
-    and _has(row, "reduce", "each"),
+    "expected no defer_updates=True with micro_batches": lambda row: (
+        _has(row, "deferral", "yes") and _lacks(row, "micro_batches", "1")
+    ),
+    'expected no axis with the role "stages" with bits="same"': lambda row: (
+        _has(row, "mesh", *_STAGES) and _has(row, "bits", "same")
+    ),
+    'expected no axis with the role "sequence" with bits="same"': lambda row: (
+        _has(row, "mesh", *_SEQUENCE) and _has(row, "bits", "same")
+    ),
+    'expected no axis with the role "experts" with bits="same"': lambda row: (
+        _has(row, "mesh", "experts") and _has(row, "bits", "same")
+    ),
+    'expected axes to give an axis the role "shard"': lambda row: (
+        _has(row, "mesh", "stages") and _has(row, "style", "fully_shard", "kept whole", "shard_optimizer")
+    ),
+    'expected reduce_gradients="once" with bits="same"': lambda row: (
+        _has(row, "reduce", "each") and _has(row, "bits", "same")
+    ),
+    'expected micro_batches of 2 or more with axes["stages"]': lambda row: (
+        _has(row, "mesh", *_STAGES) and _has(row, "micro_batches", "1")
+    ),
+    'expected reduce_gradients="once" with stages': lambda row: (
+        _has(row, "mesh", *_STAGES) and _has(row, "reduce", "each")
+    ),
     "expected no offload_policy with stages": lambda row: _has(row, "mesh", *_STAGES) and _has(row, "offload", "yes"),
-    'expected no offload_policy with bits="same" where state is split': lambda row: _has(row, "offload", "yes")
-    and _has(row, "bits", "same")
-    and (_lacks(row, "style", "replicate") or _has(row, "annotations", "fully_shard")),
-    "so that its gradients cannot be deferred": lambda row: _has(row, "deferral", "yes")
-    and _lacks(row, "clears", "last"),
-    "where the weights of each row's expert are looked up": lambda row: _has(row, "mesh", "experts")
-    and _lacks(row, "micro_batches", "1"),
-    "expected no memory with defer_updates=True": lambda row: _has(row, "memory", "least")
-    and _has(row, "deferral", "yes"),
-    "is a sum over the whole batch that each micro-batch needs": lambda row: _lacks(row, "micro_batches", "1")
-    and (_has(row, "model", "batch norm") or _has(row, "loss", "penalty"))
-    and _lacks(row, "bits", "same"),
-    "each part of the batch needs sums of all": lambda row: _lacks(row, "micro_batches", "1")
-    and (_has(row, "model", "batch norm") or _has(row, "loss", "penalty"))
-    and _has(row, "bits", "same"),
-    'bits="same" with micro_batches=4 takes a virtual part for each of them': lambda row: _has(row, "bits", "same")
-    and _has(row, "micro_batches", "4")
-    and _has(row, "mesh", "2x2", "3", "tensor"),
-    "memory= recomputes values before FormUnits": lambda row: _has(row, "memory", "least")
-    and _has(row, "backend", "no passes"),
+    'expected no offload_policy with bits="same" where state is split': lambda row: (
+        _has(row, "offload", "yes")
+        and _has(row, "bits", "same")
+        and (_lacks(row, "style", "replicate") or _has(row, "annotations", "fully_shard"))
+    ),
+    "so that its gradients cannot be deferred": lambda row: (
+        _has(row, "deferral", "yes") and _lacks(row, "clears", "last")
+    ),
+    "where the weights of each row's expert are looked up": lambda row: (
+        _has(row, "mesh", "experts") and _lacks(row, "micro_batches", "1")
+    ),
+    "expected no memory with defer_updates=True": lambda row: (
+        _has(row, "memory", "1GB") and _has(row, "deferral", "yes")
+    ),
+    "is a sum over the whole batch that each micro-batch needs": lambda row: (
+        _lacks(row, "micro_batches", "1")
+        and (_has(row, "model", "batch norm") or _has(row, "loss", "penalty"))
+        and _lacks(row, "bits", "same")
+    ),
+    "each part of the batch needs sums of all": lambda row: (
+        _lacks(row, "micro_batches", "1")
+        and (_has(row, "model", "batch norm") or _has(row, "loss", "penalty"))
+        and _has(row, "bits", "same")
+    ),
+    'bits="same" with micro_batches=4 takes a virtual part for each of them': lambda row: (
+        _has(row, "bits", "same") and _has(row, "micro_batches", "4") and _has(row, "mesh", "2x2")
+    ),
+    "memory= recomputes values before FormUnits": lambda row: (
+        _has(row, "memory", "1GB") and _has(row, "backend", "no passes")
+    ),
 }
