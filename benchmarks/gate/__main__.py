@@ -40,6 +40,7 @@ from ..peers.models import SMOKE, WORKLOADS, Config, Workload
 from ..peers.network import NoNetworkError, connect
 from ..peers.team import SystemFailedError
 from .arms import arm, checkouts, described
+from .disturb import disturbance
 from .figures import figures
 from .pairs import PARTS, Bench, Sample, explore, pairs
 from .preload import common, preload
@@ -68,7 +69,7 @@ def main(given: Sequence[str]) -> int:
         title = f"A: {a}\nB: {b}\n{options.model}, {options.network}, {found[0].verdict.pairs} pairs"
         Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table(title, found))
     if options.json:
-        options.json.write_text(json.dumps(plain(found), indent=1))
+        options.json.write_text(json.dumps(plain(found)))
     return int(any(row.verdict.slower for row in found))
 
 
@@ -90,11 +91,14 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default=SMALL.name, help="%(default)s")
     parser.add_argument("--ranks", type=int, default=2, help="%(default)s")
     parser.add_argument("--network", default="loopback", help="or the rate of a link between two hosts, as root")
+    parser.add_argument("--beside", type=float, default=0.0, metavar="SHARE", help="keep a core busy: 0.5 is half")
     parser.add_argument("--line", action="store_true", help="print one line, for the notes of a release")
-    parser.add_argument("--json", type=Path, help="also write the verdicts to this file")
+    parser.add_argument("--json", type=Path, help="also write all pairs and the verdicts to this file")
     options = parser.parse_args(given)
     if platform.system() != "Linux":
         parser.error(f"this benchmark reads Linux's /proc, and this is {platform.system()}")
+    if not 0 <= options.beside <= 1:
+        parser.error(f"--beside is a share of the time, from 0 to 1, and this is {options.beside:g}")
     if not (options.base or options.a or options.b):
         parser.error("expected --base, or --a and --b: what is to be compared?")
     options.arms = arm("A", options.a), arm("B", options.b)
@@ -110,6 +114,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Sample]]:
         status = stack.enter_context(Console(stderr=True).status("both arms once, unmeasured"))
         bench = prepare(options, stack)
         steps, began = warm_up(bench), time.monotonic()
+        stack.enter_context(disturbance(options.beside))
         for pair in pairs(bench, steps):
             found.append(pair)
             now = time.monotonic()

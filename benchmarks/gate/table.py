@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -16,11 +16,11 @@ from .verdicts import Verdict, judge
 
 @dataclass(frozen=True)
 class Row:
-    """A figure, its medians by arm and the verdict."""
+    """A figure, its numbers by pair and the verdict."""
 
     figure: Figure
-    a: float
-    b: float
+    a: list[float]
+    b: list[float]
     verdict: Verdict
 
 
@@ -29,7 +29,7 @@ def rows(figures: Sequence[Figure], pairs: Sequence[dict[str, Sample]]) -> list[
     found = []
     for figure in figures:
         a, b = ([figure.take(pair[name]) for pair in pairs] for name in ("A", "B"))
-        found.append(Row(figure, statistics.median(a), statistics.median(b), judge(a, b)))
+        found.append(Row(figure, a, b, judge(a, b)))
     return found
 
 
@@ -42,7 +42,8 @@ def table(title: str, found: Sequence[Row]) -> Table:
         verdict, unit = row.verdict, row.figure.unit
         interval = f"{verdict.low:.3f} to {verdict.high:.3f}" if verdict.enough else ""
         style = "bold red" if verdict.slower else None
-        cells = (f"{row.a:.3g} {unit}", f"{row.b:.3g} {unit}", f"{verdict.ratio:.3f}", interval, verdict.answer)
+        a, b = (f"{statistics.median(each):.3g} {unit}" for each in (row.a, row.b))
+        cells = (a, b, f"{verdict.ratio:.3f}", interval, verdict.answer)
         shown.add_row(row.figure.name, *cells, style=style)
     return shown
 
@@ -58,9 +59,16 @@ def _remark(verdict: Verdict) -> str:
     return "" if verdict.not_slower else f" ({interval}: {'slower' if verdict.slower else 'cannot tell'})"
 
 
-def plain(found: Sequence[Row]) -> list[dict[str, Any]]:
-    """All rows as plain data."""
-    return [
-        {"figure": row.figure.name, "a": row.a, "b": row.b, "answer": row.verdict.answer} | asdict(row.verdict)
+def plain(found: Sequence[Row]) -> dict[str, Any]:
+    """All rows as plain data, by figure, with the numbers of each pair to 5 digits."""
+    return {
+        row.figure.name: {
+            "unit": row.figure.unit,
+            "a": [float(f"{each:.5g}") for each in row.a],
+            "b": [float(f"{each:.5g}") for each in row.b],
+            "ratio": row.verdict.ratio,
+            "interval": [row.verdict.low, row.verdict.high] if row.verdict.enough else None,
+            "answer": row.verdict.answer,
+        }
         for row in found
-    ]
+    }
