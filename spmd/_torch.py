@@ -306,6 +306,25 @@ def unchecked_distributions() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
+def tensor_checks() -> list[Callable[..., None]]:
+    """The functions that raise where a tensor has a False. They are private; seen in 2.11 to 2.15."""
+    return [torch._assert_async, torch._check_tensor_all, torch._check_tensor_all_with]
+
+
+@contextmanager
+def patched_tensor_checks(function: Callable[..., None]) -> Iterator[None]:
+    """Let ``function`` take (error type, condition, function that writes the message) where those would read a value.
+
+    ``_check_tensor_all_with`` is private; seen in 2.11 to 2.15.
+    """
+    before = torch._check_tensor_all_with
+    torch._check_tensor_all_with = function
+    try:
+        yield
+    finally:
+        torch._check_tensor_all_with = before
+
+
 @contextmanager
 def no_causal_mask_detection() -> Iterator[None]:
     """Let ``nn.Transformer`` not read a mask's values to find out whether it is causal, which is a hint for speed only.

@@ -9,17 +9,35 @@ from typing import Any
 import torch
 
 from .._torch import c10d
+from .ops import Trait, has
 from .program import MicroBatches, Program, Spread
 from .roles import Role
 
 
 def accumulating(program: Program, joined: Collection[str]) -> Program:
     """A copy of a functional program that returns accumulators and ``joined`` results alone."""
-    own = program.copy()
+    own = without_assertions_on_sums(program).copy()
     pairs = zip(own.output_values(), own.outputs, strict=True)
     kept = [(value, out) for value, out in pairs if out.role.is_of_runs or out.name in joined]
     own.set_outputs([value for value, _ in kept], [out for _, out in kept])
     return replace(own, name=f"{program.name}-accumulating", micro_batches=None)
+
+
+def without_assertions_on_sums(program: Program) -> Program:
+    """A copy without assertions on sums over the batch, of which runs before the last one have a part.
+
+    The program itself where it has none.
+    """
+    inputs = zip(program.inputs, program.placeholders, strict=True)
+    after, found = {node for declared, node in inputs if declared.role is Role.ACCUMULATOR}, list[str]()
+    for node in program.graph.nodes:
+        if not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+            found += [node.name] if has(node.target, Trait.ASSERTS) else []
+    own = program.copy() if found else program
+    for node in [each for each in own.graph.nodes if each.name in found]:
+        own.graph.erase_node(node)
+    return own
 
 
 def in_all_runs(program: Program, **facts: Any) -> Program:

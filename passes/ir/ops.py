@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from .._torch import SYMBOLIC_FUNCTIONS, OpOverload, c10d, has_kernel, is_composite
-from ..runtime import ctc_loss, host_memory, master_copies, message_collectives, rooms
+from ..runtime import ctc_loss, host_memory, master_copies, message_collectives, places_in_rows, rooms
 from ..runtime.collective_ops import NAMESPACE
 from ..runtime.random import draw
 from .region import Island, Region
@@ -37,6 +37,8 @@ class Trait(StrEnum):
     POINTWISE = auto()  # each element of the result depends on the operands' elements at its position alone
     POINTWISE_KERNEL = auto()  # and its kernel may write over an operand, and lays results out as operands lie
     PROFILING = auto()  # it opens or closes a profiler range
+    # Listed: what it does beside computing.
+    ASSERTS = auto()  # it raises where a condition does not hold, and has no result
     # Listed: what it does to memory.
     UNDECLARED_VIEW = auto()  # its result lies in its operand's memory, or may, though it is declared as a copy
     WRITES_STATISTICS = auto()  # it writes running statistics in training, which it does not declare
@@ -91,12 +93,13 @@ def find(name: str) -> OpOverload | None:
 
 
 # Namespaces whose schemas can be relied on: torch's, and those of our own ops.
-_OURS = {NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE, master_copies.NAMESPACE, rooms.NAMESPACE}
+_OURS = {NAMESPACE, *(each.NAMESPACE for each in (ctc_loss, host_memory, master_copies, places_in_rows, rooms))}
 _DECLARING = {"aten", "prims", "_c10d_functional", *_OURS}
 
 _LISTED: Mapping[Trait, Sequence[Any]] = {
     # A Python function has no schema; that of the op does not say that it returns the tensor it waits for.
     Trait.ALIAS: (operator.getitem, c10d.wait_tensor.default, host_memory.wait_copy),
+    Trait.ASSERTS: aten("_assert_async _assert_async.msg"),
     # The aten ops are declared as copies for the sake of autograd, which then does not track a view.
     Trait.UNDECLARED_VIEW: (
         c10d.wait_tensor.default,

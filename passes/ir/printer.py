@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from .._torch import HigherOrderOperator, OpOverload
-from ..runtime import collective_ops, ctc_loss, host_memory, master_copies, rooms
+from ..runtime import collective_ops, ctc_loss, host_memory, master_copies, places_in_rows, rooms
 from .collectives import Collective
 from .program import Input, Mesh, Output, OutputKind, Placements, Program
 from .region import Region, every_node, regions
@@ -49,6 +49,7 @@ _DEFINED_IN = {  # the modules that define ops of ours
     ctc_loss.NAMESPACE: "passes.runtime.ctc_loss",
     host_memory.NAMESPACE: "passes.runtime.host_memory",
     master_copies.NAMESPACE: "passes.runtime.master_copies",
+    places_in_rows.NAMESPACE: "passes.runtime.places_in_rows",
     rooms.NAMESPACE: "passes.runtime.rooms",
 }
 _MODULES = {"_operator": "operator"}  # a function's ``__module__``, and the module to import it from

@@ -150,8 +150,6 @@ def _ours() -> Table:
         aten.std.correction: lambda *args, **kwargs: _var_mean(*args, **kwargs)[0].sqrt(),
         aten.nll_loss_forward.default: _nll_loss(aten.nll_loss_forward.default),
         aten.nll_loss2d_forward.default: _nll_loss(aten.nll_loss2d_forward.default),
-        aten.masked_scatter.default: _masked_scatter,
-        aten.masked_scatter_backward.default: _masked_scatter_backward,
     }
 
 
@@ -200,33 +198,6 @@ def _vector_norm(
     if ord == 2:
         return aten.sum.dim_IntList(size * size, dims, keepdim).sqrt().to(target)
     return aten.sum.dim_IntList(size.pow(ord), dims, keepdim).pow(1.0 / ord).to(target)
-
-
-def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Each true position of the mask takes the element of ``source`` at its rank; only counts cross rows."""
-    x, mask = torch.broadcast_tensors(x, mask)
-    if not source.numel():
-        return x.clone()
-    values = source.reshape(-1)[_source_indices(mask).clamp(0, source.numel() - 1)]
-    return torch.where(mask, values, x)
-
-
-def _masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """The gradient of each element of ``source``, zero for those that were not used."""
-    mask = mask.expand_as(grad)
-    count = math.prod(sizes)
-    indices = _source_indices(mask).clamp(0, max(count - 1, 0)).reshape(-1)
-    values = torch.where(mask, grad, torch.zeros_like(grad)).reshape(-1)
-    return grad.new_zeros(count).scatter_add(0, indices, values).view(sizes)
-
-
-def _source_indices(mask: torch.Tensor) -> torch.Tensor:
-    """For each true element the number of true ones before it, counted row by row so that rows may be split."""
-    if mask.ndim == 0:
-        return torch.zeros_like(mask, dtype=torch.long)
-    inside = mask.reshape(len(mask), -1).long().cumsum(1)
-    counts = mask.reshape(len(mask), -1).sum(1)
-    return (inside - 1 + (counts.cumsum(0) - counts)[:, None]).view(mask.shape)
 
 
 def _nll_loss(op: OpOverload) -> Callable[..., Any]:

@@ -60,6 +60,7 @@ from .values.live_ids import ids_of_live_state
 from .values.number_arguments import NumberArguments
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text
+from .values.tensor_checks import tensor_checks_as_ops
 from .values.tensor_copies import TensorCopies
 from .values.unread import Unread
 from .values.watched_functions import WatchedFunctions
@@ -174,6 +175,7 @@ class Trace:
             self.reads.refusals.refused_streams(),
             refused_clocks(),
             tensors_as_text(),
+            tensor_checks_as_ops(),
             ids_of_live_state(swap.live_and_fakes),
             refuse_lasting_hooks(
                 [*self._submodules(), *swap.optimizers.items()],

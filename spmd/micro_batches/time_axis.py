@@ -17,6 +17,7 @@ from passes.ir.rates import Rate
 from ..partitioner.assignment import Assignment
 from ..partitioner.partition_program import emit, emit_again
 from ..partitioner.plan import Plan
+from ..partitioner.prepare import prepared
 from ..partitioner.solvers.problem import Problem
 from ..placements import chunk, local_shape
 from .accumulate import TIME, accumulate, joined_outputs, sums_in_time, without_axis
@@ -118,6 +119,8 @@ class _Shares:
     together: int | None = None
 
     def __post_init__(self) -> None:
+        ranks = prod(self.program.mesh.axes[k].size for k in self.program.mesh.axes_with(AxisRole.BATCH))
+        self.program = prepared(self.program, parts=ranks * self.count)
         self._assignment: Assignment | None = None  # that of the first one, once it is emitted
         self._takes_run = False
 

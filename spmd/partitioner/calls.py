@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 
 from passes.ir.meta import Relation, carried
 
-from .._torch import make_fx
 from ..rules import OpCall
 from .context import Context
 from .options import Options
+from .prepare.traced_ops import traced_ops
 from .values import Value, infos, results
 
 
@@ -65,20 +64,8 @@ class Calls:
     def decomposed(self, node: fx.Node, decomposition: Callable[..., Any]) -> fx.Graph:
         """The graph of ``decomposition`` on global values; its placeholders are the nodes among the args, in order."""
         if node not in self._decompositions:
-            graph = self._decompositions[node] = _traced(decomposition, node.args)
+            graph = self._decompositions[node] = traced_ops(decomposition, node.args)
             for inner in graph.nodes:
                 inner.meta |= carried(node, Relation.SHARE)
                 self._names[inner] = f"{self.name(node)}/{inner.name}"
         return self._decompositions[node]
-
-
-def _traced(function: Callable[..., Any], args: Sequence[Any]) -> fx.Graph:
-    nodes = [arg for arg in args if isinstance(arg, fx.Node)]
-
-    def call(*tensors: torch.Tensor) -> Any:
-        remaining = iter(tensors)
-        return function(*(next(remaining) if isinstance(arg, fx.Node) else arg for arg in args))
-
-    vals = [node.meta["val"] for node in nodes]
-    with torch.no_grad():
-        return make_fx(call, tracing_mode="fake")(*vals).graph

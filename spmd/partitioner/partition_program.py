@@ -20,6 +20,7 @@ from .diagnostics import Diagnostics
 from .emit_op import OpEmitter
 from .offload import offload
 from .plan import Plan
+from .prepare import prepared
 from .solvers.greedy import Greedy
 from .solvers.problem import Problem
 from .values import Value
@@ -34,7 +35,7 @@ def partition(program: Program, plan: Plan, assignment: Assignment | None = None
     the others. The whole assignment is the result's ``assignment``. Raises ``PartitionError`` if one does not fit the
     program, or if an op's local result has another shape than its placement says.
     """
-    problem = Problem.of(program, plan)
+    problem = Problem.of(prepared(program), plan)
     return emit(problem, problem.given(assignment))
 
 

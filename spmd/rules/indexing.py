@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
+from passes.runtime.places_in_rows import places
+
 from ..placements import ByGroup, OwnRows
 from . import lookup
 from .base import Info, OpCall, Option, P, Parts, Run, S
@@ -218,6 +220,12 @@ def _from_zero(call: OpCall, found: list[Option]) -> list[Option]:
     ]
 
 
+@rule(places)
+def places_in_rows(call: OpCall) -> list[Option]:
+    """The rows of the mask, each of which counts its own elements."""
+    return options(call, Dims({"mask": "r" + WHOLE}, "r" + WHOLE))
+
+
 @rule(*aten("one_hot"))
 def one_hot(call: OpCall) -> list[Option]:
     """All dims, if the number of classes is given and does not depend on the data."""
@@ -249,7 +257,10 @@ def isin(call: OpCall) -> list[Option]:
 
 
 # The number of rows, or their order, depends on all the data.
-whole(*aten("nonzero", "nonzero_static", "masked_select", "where", "masked_scatter", "unique_consecutive", "_unique2"))
+whole(*aten("nonzero", "nonzero_static", "masked_select", "where", "unique_consecutive", "_unique2"))
+
+# The partitioner writes them as other ops.
+whole(*aten("masked_scatter", "masked_scatter_backward"))
 
 # One number is looked up in one sequence.
 whole(*aten("searchsorted.Scalar", "bucketize.Scalar"))

@@ -13,7 +13,15 @@ from torch.distributed.tensor import Shard
 
 from passes import OutputKind, Program, Role
 from passes.cleanup.dead_code import DeadCode
-from passes.ir.micro_batches import accumulating, ascend, empty_accumulators, new_accumulators, own_rows, runs_of
+from passes.ir.micro_batches import (
+    accumulating,
+    ascend,
+    empty_accumulators,
+    new_accumulators,
+    own_rows,
+    runs_of,
+    without_assertions_on_sums,
+)
 
 from .bundle_lockstep import BundleRank, BundleRun, WatchOf
 from .lockstep import Watch, run_in_lockstep
@@ -53,7 +61,7 @@ def run_programs(
     seen = None if watch is None or is_split else _Seen(side_by_side=micro.together > 1)
     rows: list[list[dict[str, Any]]] = [[] for _ in programs]
     for k in range(micro.count):
-        now = [each[k] for each in runs]
+        now = [each[k] if k == micro.count - 1 else without_assertions_on_sums(each[k]) for each in runs]
         taken = [micro.of_run(program.inputs, given, k) for program, given in zip(programs, inputs, strict=True)]
         returned = run_in_lockstep(now, taken, seen)
         for program, of_rank, outputs, before in zip(now, inputs, returned, rows, strict=True):

@@ -1,6 +1,7 @@
 """Text of a symbolic number, and its hash: for the length of a trace, those of its value, which a guard then fixes.
 
-Text of a tensor, or of a number that only the graph knows, is refused: its value is not known while tracing.
+Text of a tensor, or of a number that only the graph knows, is refused: its value is not known while tracing. In the
+message of a check, which is written whether or not it is needed, it is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from ..._torch import FakeTensor
 from ...interpreter.foreign_code import is_foreign_frame
 from ..unsupported import Refused
+from .tensor_checks import VALUE, writes_message
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float}
 _METHODS = ("__format__", "__hash__", "__str__", "__repr__")
@@ -27,13 +29,15 @@ _TEXT = (
 
 @contextmanager
 def tensors_as_text() -> Iterator[None]:
-    """Refuse to format traced tensors in the user's code."""
+    """Refuse to format traced tensors in the user's code, but for messages of checks."""
     before = {name: vars(FakeTensor).get(name) for name in ("__format__", "__repr__")}
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         def format(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if is_foreign_frame(sys._getframe(1)):
                 return original(tensor, *args, **kwargs)
+            if writes_message(sys._getframe(1)):
+                return VALUE
             raise Refused(_TEXT)
 
         return format
