@@ -12,6 +12,7 @@ writes what it says. The greedy solver is the one of all modes; a plan may hand 
 The files, in the order in which an op comes to them:
 
 - ``plan.py``, ``context.py``: the decisions of the mode; all that program and plan say before the walk
+- ``prepare/``: rewrites of the global program to ops that have rules, before anything is decided
 - ``calls.py``, ``options.py``, ``narrow.py``: *enumerate*: the calls of the program; the options of a call, axis by
   axis; a call as the next axis sees it
 - ``assignment.py``: *assign*: the choice for each node, its text and hash
