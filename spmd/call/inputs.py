@@ -117,8 +117,21 @@ def _check_sizes(tensors: list[tuple[str, torch.Tensor]], dim: int, are_split: b
         split = f"'{rows}': Shard({dim}), " if are_split else ""
         raise PlacementError(
             f"the tensor arguments must agree in size along the batch dim {dim}, but {', '.join(listed)}. "
-            f"Say what they are with inputs={{{split}'{shared}': Replicate()}}"
+            f"Say what they are with inputs={{{split}'{shared}': Replicate()}}{_packed(sizes)}"
         )
+
+
+def _packed(sizes: Mapping[str, int]) -> str:
+    """What to do with an argument that seems to hold several entries for each row of the others, as patches do."""
+    rows = min(sizes.values(), default=0)
+    name = next((name for name, size in sizes.items() if rows and size > rows and size % rows == 0), "")
+    if not name:
+        return ""
+    each = sizes[name] // rows
+    return (
+        f"; or, if {name} packs {each} entries for each of {rows} rows, as patches of pictures, pass a row of them "
+        f"for each, as .view({rows}, {each}, ...), and let the step call .flatten(0, 1)"
+    )
 
 
 def _shared(sizes: Mapping[str, int]) -> str:

@@ -17,6 +17,7 @@ from passes.ir.edit import add_input, insert_before
 
 from ..placements import chunk, splits
 from .lines import described
+from .row_wise import refused
 
 aten = torch.ops.aten
 
@@ -29,10 +30,7 @@ def sums_in_time(program: Program) -> list[fx.Node]:
     found = [node for node in program.graph.nodes if is_collective(node) and group_of(node) == TIME]
     for node in found:
         if kind_of(node) is not Kind.ALL_REDUCE or reduction_of(node) != "sum":
-            raise PartitionError(
-                f"{described(node)} needs rows of all micro-batches at once: {node.meta['collective'].why}. Keep the "
-                "batch whole (micro_batches=1), or write the step so that only sums over rows are needed"
-            )
+            raise refused(node)
     return found
 
 

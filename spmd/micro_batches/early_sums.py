@@ -131,7 +131,8 @@ def _check_given(program: Program, value: fx.Node, wait: fx.Node) -> None:
             f"{described(wait)} is a sum over the whole batch that each micro-batch needs, and it follows from "
             f"{needs}: it is known only when all have run. Keep the batch whole (micro_batches=1); with "
             'micro_batches=, let each have sums of its own (statistics="per_micro_batch"); or look at each row by '
-            "itself, as LayerNorm does, and BatchNorm does not"
+            "itself, as LayerNorm does and BatchNorm does not, and a mixture's loss for balance for each sequence: "
+            "(chosen.mean(1) * scores.mean(1)).sum(-1).mean(), of (rows, tokens, experts)"
         )
 
 

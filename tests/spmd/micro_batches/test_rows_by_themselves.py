@@ -168,6 +168,62 @@ def test_beside_the_plain_step(name: str, options: dict[str, Any]) -> None:
     assert verdict, verdict
 
 
+# Where rows meet
+
+
+def flat_sums(h: Tensor, score: Tensor) -> Tensor:
+    return h.flatten(0, 1).cumsum(0)
+
+
+def flat_choice(h: Tensor, score: Tensor) -> Tensor:
+    best = score.argmax(1) + torch.arange(len(h)) * LENGTH
+    return h.flatten(0, 1)[best]
+
+
+def flat_counts(h: Tensor, score: Tensor) -> Tensor:
+    of = (h[..., :EXPERTS].argmax(-1) + torch.arange(len(h))[:, None] * EXPERTS).flatten()
+    counts = torch.zeros(len(h) * EXPERTS, dtype=h.dtype).scatter_add(0, of, torch.ones_like(of, dtype=h.dtype))
+    return counts.view(-1, EXPERTS) * h[..., :EXPERTS].mean(1)
+
+
+def shares(h: Tensor, score: Tensor) -> Tensor:
+    chosen = F.one_hot(h[..., :EXPERTS].argmax(-1), EXPERTS).double()
+    return chosen.flatten(0, 1).mean(0) * h[..., :EXPERTS].flatten(0, 1).mean(0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [
+        (flat_sums, r"^cumsum \(test_rows_by.*h\.flatten\(0, 1\)\.cumsum.*as in x\.view\(rows, -1\)\.cumsum\(1\)"),
+        (flat_choice, r"^index \(test_rows_by.*h\.flatten\(0, 1\)\[best\].*gather\(x, 1, index\)"),
+        (
+            flat_counts,
+            r"^scatter_add \(test_rows_by.*scatter_add\(0.*zeros\(rows, n\)\.scatter_add\(1, index, values\)",
+        ),
+        (shares, r"test_rows_by.*mean\(0\).*known only when all have run.*for each sequence: \(chosen\.mean\(1\)"),
+    ],
+)
+def test_an_error_names_the_op_its_line_and_how_to_write_it_for_each_row(terms: Any, expected: str) -> None:
+    def step(model: nn.ModuleDict, ids: Tensor) -> None:
+        h = model["tokens"](ids)
+        terms(h, h.sum(-1)).square().sum().backward()
+
+    compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(micro_batches=2))
+    with pytest.raises(spmd.PartitionError, match=f"(?s){expected}"):
+        compiled(Rows("").build()[0], Rows("").part(0, 0)[0])
+
+
+@pytest.mark.usefixtures("alone")
+def test_patches_that_are_packed_are_to_be_passed_as_rows() -> None:
+    """As those of Qwen2-VL are, whose pictures have patches in one dim."""
+    compiled = spmd.compile(lambda patches, ids: patches.sum() + ids.sum())
+    with pytest.raises(
+        spmd.PlacementError, match=r"if patches packs 16 .* 4 rows.*\.view\(4, 16, \.\.\.\).*flatten\(0, 1\)"
+    ):
+        compiled(torch.ones(64, 3), torch.ones(4, 2))
+
+
 # Where values decide whether rows meet
 
 
