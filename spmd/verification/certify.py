@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from passes import Mesh, Program
+from passes import AxisRole, Mesh, Program
 
 from ..call.rng import random_state_kept
 from ..deferral.pending import calling, finish_pending
+from ..partitioner.prepare import prepared
 from .certificate import Certificate, Certification, certify_bundle, certify_programs
 from .certify_runs import RunsCertification
 from .peer import Peer
@@ -31,8 +32,9 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
     ``bits="same"``, in the order of the one tree over all parts. With experts, which rows go to which is drawn at
     random, or what arguments say: it is shown for one such routing; and where a mask hides keys of a split sequence,
     for the whole numbers of the arguments. Of a pipeline, of up to 16 ranks, all programs and messages are derived. How
-    the plain step was captured is not a part of it. Of more than 16 ranks the first two and the last along each axis
-    are looked at, up to 1,024 ranks in all.
+    the plain step was captured is not a part of it, nor what ``masked_scatter`` is in other ops: where parts of the
+    batch take from their own rows alone, each call looks whether these are all that they take. Of more than 16 ranks
+    the first two and the last along each axis are looked at, up to 1,024 ranks in all.
 
     Raises ``TypeError`` or ``ValueError`` for what cannot be certified, and what compiling the step raises.
     """
@@ -50,7 +52,7 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
         _check_runs(final[0])
         if final[0].stages is not None and len(final) < world:
             raise ValueError(f"expected at most {MOST} ranks with stages, of which all send to others, got {world}")
-        captured = first.compiled.captured.program
+        captured = prepared(first.compiled.captured.program, _parts(final[0]))
         certification = RunsCertification if final[0].micro_batches is not None else Certification
         with torch.no_grad():
             if final[0].stages is not None:
@@ -58,6 +60,12 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
                     captured, [(each.stages, each.stages.coordinate_of(each)) for each in final], "step"
                 )
             return certify_programs(captured, final, numbers, certification)
+
+
+def _parts(program: Program) -> int:
+    """The parts of the batch that need no rows of each other, as the program was divided."""
+    mesh, micro = program.mesh, program.micro_batches
+    return micro.count * prod(mesh.axes[k].size for k in mesh.axes_with(AxisRole.BATCH)) if micro is not None else 1
 
 
 def _check_runs(program: Program) -> None:

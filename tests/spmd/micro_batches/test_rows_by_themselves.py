@@ -266,3 +266,12 @@ def test_ranks_take_from_others() -> None:
     model, optimizer, _ = Rows("").build()
     verdict = spmd.verify(compiled, model, optimizer, unequal(1, 2, 0, 3), Rows("").part(0, 0)[1], world=2, steps=1)
     assert verdict, verdict
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_certificate_knows_whose_rows_are_taken(count: int) -> None:
+    compiled = spmd.compile(scatters, parallel_mode=spmd.DataParallel(micro_batches=count))
+    model, optimizer, _ = Rows("").build()
+    found = spmd.certify(compiled, model, optimizer, *Rows("").part(0, 0), world=2)
+    assert found, found
