@@ -265,7 +265,7 @@ class DataParallel(PlannedMode):
         self.micro_batches = check_micro_batches(micro_batches, defer_updates)
         self.runs, self.chooses_runs = self.micro_batches, micro_batches == "auto"
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
-        self.bits = check_bits(bits, virtual, micro_batches, self.accumulate_dtype)
+        self.bits = check_bits(bits, virtual, micro_batches, self.accumulate_dtype, self.defer_updates)
         self.statistics = check_statistics(statistics, self.micro_batches, stages, bits)
         if self.bits is not None:
             for role in (AxisRole.SEQUENCE, AxisRole.EXPERTS, AxisRole.STAGES):

@@ -185,7 +185,9 @@ def check_gather_parameters(given: Any, split: Split, micro_batches: int, stages
     return bool(given == "once")
 
 
-def check_bits(bits: Any, virtual: Any, micro_batches: Any, accumulates_in: torch.dtype | None) -> int | None:
+def check_bits(
+    bits: Any, virtual: Any, micro_batches: Any, accumulates_in: torch.dtype | None, defers: bool
+) -> int | None:
     """The number of virtual parts for ``bits="same"``; None without. Raises ``ValueError`` for anything else."""
     if bits is None:
         return None
@@ -200,6 +202,8 @@ def check_bits(bits: Any, virtual: Any, micro_batches: Any, accumulates_in: torc
         )
     if accumulates_in is not None:
         raise ValueError('expected no accumulate_dtype with bits="same": each rank would round its own sums')
+    if defers:
+        raise ValueError('expected no defer_updates=True with bits="same", which runs parts of the batch in turn')
     return virtual
 
 

@@ -81,12 +81,24 @@ UNWRITTEN: dict[str, Excludes] = {
     ),
     "experts are of a mixture": lambda row: _has(row, "mesh", "experts") and _lacks(row, "model", "mixture"),
     "updates are deferred over messages": lambda row: _has(row, "deferral", "yes") and _has(row, "transport", "memory"),
+    "the kernel of attention has no second derivative": lambda row: (
+        _has(row, "model", "tied") and _has(row, "loss", "penalty")
+    ),
 }
 
 # What is refused, by a part of the sentence.
 REFUSED: dict[str, Excludes] = {
     "expected no defer_updates=True with micro_batches": lambda row: (
         _has(row, "deferral", "yes") and _lacks(row, "micro_batches", "1")
+    ),
+    'expected no defer_updates=True with bits="same"': lambda row: (
+        _has(row, "deferral", "yes") and _has(row, "bits", "same")
+    ),
+    'adds up over ranks what is no sum of parts of the batch, which bits="same" does not': lambda row: (
+        _has(row, "mesh", "tensor") and _has(row, "bits", "same")
+    ),
+    "expected no gm_transformation with stages": lambda row: (
+        _has(row, "mesh", *_STAGES) and _has(row, "backend", "graph copied")
     ),
     'expected no axis with the role "stages" with bits="same"': lambda row: (
         _has(row, "mesh", *_STAGES) and _has(row, "bits", "same")

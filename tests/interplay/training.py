@@ -62,7 +62,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.layer(x + self.attention(x)))
         if self.op == "floor":
-            h = h + 0.1 * (x.detach() // 0.1)
+            h = h + 0.01 * (torch.tanh(x.detach()) // 0.1)
         if self.op == "remainder":
             h = h + x % 0.7
         if self.convolution is not None:
