@@ -325,13 +325,13 @@ class _Search:
 def _bytes(program: Program) -> int:
     """The bytes of a final program on its device; of one with micro-batches, in the run that needs the most."""
     runs = {id(each.graph): each for each in runs_of(program)}
-    return max(map(_bytes_of_run, runs.values()))
+    return max(_bytes_of_run(each, program) for each in runs.values())
 
 
-def _bytes_of_run(program: Program) -> int:
+def _bytes_of_run(program: Program, whole: Program) -> int:
     """The bytes by its plan, with what ops need and the allocator keeps beside it."""
     device = device_of(program)
-    plans = [plan for space, plan in planned_memory(program).items() if space.partition(",")[0] == str(device)]
+    plans = [plan for space, plan in planned_memory(program, whole).items() if space.partition(",")[0] == str(device)]
     planned, allocated = sum(plan.peak for plan in plans), sum(plan.allocated for plan in plans)
     needed = max(allocated, most_with_temporaries(program, device))
     return planned - allocated + int(needed * (1 + _GAPS))

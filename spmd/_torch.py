@@ -560,6 +560,12 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
+def copy_each(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into others, all in one call, which torch has no public name for. Seen in 2.11 to 2.15."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(into), list(values))
+
+
 def newest_sequence_number() -> int:
     """The sequence number of the autograd node that was made last."""
     return int(next_sequence_number()) - 1

@@ -8,7 +8,7 @@ share memory that they did not share before? When in doubt, the answer here is "
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -63,10 +63,15 @@ def _parts_of(placeholder: fx.Node) -> list[fx.Node]:
     return parts if len({part.args[1] for part in parts}) == len(splits[0].users) else []
 
 
-def escaping(graph: fx.Graph, found: dict[fx.Node, Storages]) -> set[fx.Node]:
-    """The pieces of memory that live on after the call: those of inputs, constants and outputs."""
+def escaping(
+    graph: fx.Graph, found: dict[fx.Node, Storages], returned: Iterable[fx.Node] | None = None
+) -> set[fx.Node]:
+    """The pieces of memory that live on after the call: those of inputs, constants and outputs.
+
+    ``returned``: the outputs that do (``Program.living_on``), by default all.
+    """
     kept = {piece for node in graph.nodes if node.op in ("placeholder", "get_attr") for piece in found[node]}
-    for output in graph.output_node().all_input_nodes:
+    for output in graph.output_node().all_input_nodes if returned is None else returned:
         kept |= found[output]
     return kept
 

@@ -137,7 +137,11 @@ class OutputKind(StrEnum):
 
 @dataclass(frozen=True)
 class Output:
-    """The declaration of one output: a result, the update of the input ``name``, new state, or a pending value."""
+    """The declaration of one output: a result, the update of the input ``name``, new state, or a pending value.
+
+    ``replaces``: a gradient in the place of one that the step clears before it reads it, and that lives until state is
+    written. The caller copies it, before another program runs: it may lie in planned memory.
+    """
 
     kind: OutputKind
     name: str
@@ -147,6 +151,7 @@ class Output:
     placement: Placements = ()
     of: str | None = None
     pending: bool = False  # a gradient that stays a sum over ranks, which a later program reduces
+    replaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -315,6 +320,11 @@ class Program:
     def output_values(self) -> tuple[Any, ...]:
         """The values returned, one per entry of ``outputs``."""
         return output_values(self.graph)
+
+    def living_on(self) -> set[fx.Node]:
+        """The values returned whose memory lives on after the call: all but what the caller copies."""
+        pairs = zip(self.output_values(), self.outputs, strict=True)
+        return {value for value, output in pairs if isinstance(value, fx.Node) and not output.replaces}
 
     def set_outputs(self, values: Sequence[Any], outputs: Sequence[Output]) -> None:
         """Replace what the graph returns, and its description."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +60,13 @@ class Buffer:
 class Buffers:
     """The buffers of a graph by the node that writes them: one for each of its results."""
 
-    def __init__(self, graph: fx.Graph, only_aligned: bool = False) -> None:
-        """``only_aligned``: no value begins elsewhere than at multiples of ``ALIGNMENT``."""
+    def __init__(
+        self, graph: fx.Graph, only_aligned: bool = False, living_on: Collection[fx.Node] | None = None
+    ) -> None:
+        """``only_aligned``: no value begins elsewhere than at multiples of ``ALIGNMENT``.
+
+        ``living_on``: the outputs that live on after the call, by default all.
+        """
         self.layouts = Layouts(graph)
         self.found = storages(graph)
         self.position = {node: k for k, node in enumerate(graph.nodes)}
@@ -69,7 +75,7 @@ class Buffers:
         self.members: dict[fx.Node, list[Buffer | None]] = {}
         self._only_aligned = only_aligned
         self._shared = [node for node in graph.nodes if is_shared(node)]
-        escapes, last = escaping(graph, self.found), last_reads(graph, self.found)
+        escapes, last = escaping(graph, self.found, living_on), last_reads(graph, self.found)
         for node in graph.nodes:
             if node not in escapes:
                 self._assign(node, last.get(node, 0))

@@ -15,6 +15,7 @@ from torch import fx
 from ..ir.micro_batches import runs_of
 from ..ir.program import Program
 from ..runtime.arena import reserve
+from .left_behind import replaced_bytes
 from .pieces import Piece, Pieces, Space, tensors
 from .value_roles import Holds, holds, names
 
@@ -36,12 +37,12 @@ class LiveValue:
 class PlannedMemory:
     """The memory of one rank on one device, or what local ranks can read, in bytes.
 
-    ``peak``: state and arguments, the arena, and the most that ops allocate beside it at once. ``roles``: what is in
-    use of that when most is, by what it holds (``Holds``); ``unused``: the rest. ``at``: the op at which most is in
-    use, and its module. ``arena``: kept between calls; ``arena_used``: the most that lives in it at once, below which
-    no arena can be; ``allocated``: the most beside it. ``largest``: values that live at the peak. ``phase`` and
-    ``line``: the part of the step that the op belongs to, and the user's line. What ops need while they run is not
-    known, nor what the allocator keeps.
+    ``peak``: state and arguments, gradients that the step replaces, the arena, and the most that ops allocate beside
+    it at once. ``roles``: what is in use of that when most is, by what it holds (``Holds``); ``unused``: the rest.
+    ``at``: the op at which most is in use, and its module. ``arena``: kept between calls; ``arena_used``: the most that
+    lives in it at once, below which no arena can be; ``allocated``: the most beside it. ``largest``: values that live
+    at the peak. ``phase`` and ``line``: the part of the step that the op belongs to, and the user's line. What ops need
+    while they run is not known, nor what the allocator keeps.
     """
 
     peak: int
@@ -62,11 +63,14 @@ class PlannedMemory:
         return cls(**{**given, "largest": largest})
 
 
-def planned_memory(program: Program) -> dict[str, PlannedMemory]:
-    """By device; ``"cpu, shared with local ranks"`` is what these can read. Of runs, the one that needs the most."""
+def planned_memory(program: Program, whole: Program | None = None) -> dict[str, PlannedMemory]:
+    """By device; ``"cpu, shared with local ranks"`` is what these can read. Of runs, the one that needs the most.
+
+    ``whole``: the program of the call, where ``program`` is a run of it.
+    """
     found: dict[str, PlannedMemory] = {}
     for run in {id(each.graph): each for each in runs_of(program)}.values():
-        plan = _Plan(run)
+        plan = _Plan(run, whole or program)
         for space in dict.fromkeys([piece.space for piece in plan.pieces.all] + list(plan.arenas)):
             most = plan.of(space)
             if str(space) not in found or most.peak > found[str(space)].peak:
@@ -93,8 +97,9 @@ def _arenas(program: Program) -> Sequence[fx.Node]:
 class _Plan:
     """The analyses of a program's memory from which the plan of each space is made."""
 
-    def __init__(self, program: Program) -> None:
-        self.pieces = Pieces(program.graph)
+    def __init__(self, program: Program, whole: Program) -> None:
+        """``whole``: the program that a call runs, of which this one may be a run."""
+        self.whole, self.pieces = whole, Pieces(program.graph)
         self.holds, self.names = holds(program, self.pieces), names(program, self.pieces)
         self.nodes = list(program.graph.nodes)
         self.arenas: dict[Space, fx.Node] = {Space.of(node): node for node in _arenas(program)}
@@ -110,7 +115,9 @@ class _Plan:
         for piece, count in visible.items():
             roles[self.holds[piece.node]] += count
         allocated = most_allocated(pieces)
-        peak = sum(piece.size for piece in pieces if piece.is_state) + size + allocated
+        replaced = 0 if space.shared else replaced_bytes(self.whole, space.device)
+        roles[Holds.GRADIENTS] += replaced
+        peak = sum(piece.size for piece in pieces if piece.is_state) + replaced + size + allocated
         largest = sorted(visible, key=lambda piece: -piece.size)[:_LARGEST]
         values = tuple(self._value(piece) for piece in largest)
         unused = peak - sum(roles.values())

@@ -37,7 +37,7 @@ class ReduceInPlace(Pass):
 
     def rewrite(self, program: Program) -> int:
         """Mark what is reduced in place."""
-        readers = _Readers(program.graph)
+        readers = _Readers(program)
         found = [node for node in program.collectives() if self._is_large(node) and readers.allow(node)]
         for node in found:
             reduce_in_place(node)
@@ -50,10 +50,11 @@ class ReduceInPlace(Pass):
 class _Readers:
     """Who reads which memory of a graph, and until when."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, program: Program) -> None:
+        graph = program.graph
         self.position = {node: k for k, node in enumerate(graph.nodes)}
         self.found = storages(graph)
-        self.last, self.escaping = last_reads(graph, self.found), escaping(graph, self.found)
+        self.last, self.escaping = last_reads(graph, self.found), escaping(graph, self.found, program.living_on())
 
     def allow(self, start: fx.Node) -> bool:
         """Whether the operand of ``start`` is a copy that nothing else reads, and its members are dead by then."""

@@ -37,8 +37,9 @@ class ReuseMemory(Pass):
     Offsets are planned by lifetimes (``offsets.py``). A pointwise op writes over an operand that dies there. Members of
     a concatenation are computed in their parts of it. What other ranks of the host read (``Realise``) lies in an arena
     that they can map, and lives until all are known to have read it; before and after, other values lie there. Ops
-    without an out variant of their own go on allocating, and so do results, new state, and whatever may share memory
-    with them. ``meta["computes"]`` is the op that a node was. Nothing may reorder the graph afterwards.
+    without an out variant of their own go on allocating, and so do results, new state that the caller does not copy
+    (``Output.replaces``), and whatever may share memory with them. ``meta["computes"]`` is the op that a node was.
+    Nothing may reorder the graph afterwards.
 
     Kernels of matrices may add in another order where a result begins between two multiples of ``ALIGNMENT``, as
     members of a concatenation do unless ``program.same_bits``.
@@ -52,8 +53,8 @@ class ReuseMemory(Pass):
     def rewrite(self, program: Program) -> int:
         """Plan an arena for each device, then let nodes write into it."""
         _drop_contiguous(program.graph)
-        _copy_results(program.graph)
-        buffers = Buffers(program.graph, program.same_bits)
+        _copy_results(program)
+        buffers = Buffers(program.graph, program.same_bits, program.living_on())
         emitter = _Emitter(_places(program, buffers.all()))
         for node, island in islands(program.graph).items():
             emitter.write_island(node, island, buffers)
@@ -75,15 +76,16 @@ def _drop_contiguous(graph: fx.Graph) -> None:
         drop_contiguous(node, layouts)
 
 
-def _copy_results(graph: fx.Graph) -> None:
+def _copy_results(program: Program) -> None:
     """Return copies of what small collectives through shared memory give, such as a loss.
 
     So these write into planned memory, and what has only fixed tensors is prepared once for all calls.
     """
+    graph, living_on = program.graph, program.living_on()
     found, output = storages(graph), graph.output_node()
     small = {node for node in graph.nodes if is_shared(node) and most_bytes(node) <= CONSTANT_BYTES}
     for value in output.all_input_nodes:
-        if found[value] & small:
+        if value in living_on and found[value] & small:
             copy = insert_before(output, aten.clone.default, value, like=value)
             output.replace_input_with(value, copy)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import CaptureError, Input, Program, Role, SpmdError
+from passes import CaptureError, Input, Output, OutputKind, Program, Role, SpmdError
 from passes.ir.ops import Trait, has
 from passes.ir.origin import Origin
 
@@ -70,6 +70,7 @@ def capture(
     guards = HyperGuards.of(fakes.shapes, symbols, trace.branches, fakes.sizes)
     captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried.without(unread))
     captured.cleared_first = trace.cleared_first
+    program.outputs = [_replacing(each, trace.cleared_first) for each in program.outputs]
     captured.live = found is not None
     captured.sizes, captured.fixed_sizes = fakes.sizes, fakes.sizes.fixed(fakes.shapes, fakes.symbols)
     captured.fixed = {
@@ -85,6 +86,12 @@ def capture(
     second.graph.lint()
     second.recompile()
     return captured, reads
+
+
+def _replacing(output: Output, cleared_first: Collection[str]) -> Output:
+    """A gradient that takes the place of one that the step clears first, declared so."""
+    is_gradient = output.kind is OutputKind.NEW and output.role is Role.GRADIENT
+    return replace(output, replaces=is_gradient and output.of in cleared_first)
 
 
 def _returns_loss(program: Program, final: FinalState, call: Call) -> bool:

@@ -18,6 +18,8 @@ import torch
 
 from passes.runtime.arena import reserve
 
+from .gradient_memory import GradientMemory
+
 
 class User(Protocol):
     """Anything that is bound to an arena and can release it."""
@@ -34,6 +36,7 @@ class Arenas:
         self.users: WeakSet[User] = WeakSet()
         self._arenas: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._handed_on: list[torch.Tensor] = []
+        self.gradients = GradientMemory()
 
     def reserve(self, size: int, device: torch.device, shared: bool = False) -> torch.Tensor:
         """At least ``size`` bytes. All users release an arena that is too small before it is replaced."""
@@ -63,6 +66,7 @@ class Arenas:
             user.release()
         self._arenas.clear()
         self._handed_on.clear()
+        self.gradients.release()
 
 
 @cache

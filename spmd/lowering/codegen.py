@@ -50,6 +50,7 @@ from passes.ir.program import is_sharded
 from passes.ir.region import Region, region_of
 from passes.ir.region import regions as find_regions
 from passes.ir.schemas import nodes_in, schema
+from passes.memory.left_behind import in_planned_memory
 from passes.runtime.arena import ALIGNMENT, is_unaligned, reserve, view_at, whole
 from passes.runtime.host_memory import wait_copy
 from passes.runtime.message_collectives import OUT_VARIANTS
@@ -397,9 +398,14 @@ class _Writer:
         return all(node in self.fixed for node in nodes)
 
     def _return(self) -> None:
-        """Return a new object for each view at each call: the user may keep it, or write to it."""
-        returned = self.program.output_node.args[0]
-        views = [node for node in nodes_in(returned) if node in self.fixed and node.op != "placeholder"]
+        """Return a new object for each view at each call: the user may keep it, or write to it.
+
+        But for those of an arena, which the caller copies.
+        """
+        returned, program = self.program.output_node.args[0], self.program
+        copied = {v for v, copied in zip(program.output_values(), in_planned_memory(program), strict=True) if copied}
+        is_view = {node: node in self.fixed and node.op != "placeholder" for node in nodes_in(returned)}
+        views = [node for node, found in is_view.items() if found and node not in copied]
         for node in dict.fromkeys(views):
             self.each_call.append(f"{self.names[node]}_own = {self._name(aten.alias.default)}({self.names[node]})")
         own = {node: f"{self.names[node]}_own" for node in views}

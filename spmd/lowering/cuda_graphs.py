@@ -71,10 +71,19 @@ def _is_on_host(node: fx.Node) -> bool:
 
 
 class Replay:
-    """Runs the halves of one program. ``capture`` makes what captures functions on ``device``."""
+    """Runs the halves of one program. ``capture`` makes what captures functions on ``device``.
 
-    def __init__(self, device: torch.device, capture: Callable[[torch.device], Capture] | None = None) -> None:
+    ``copied``: for each output, whether the caller copies it, so that it needs no memory of its own.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        capture: Callable[[torch.device], Capture] | None = None,
+        copied: Sequence[bool] = (),
+    ) -> None:
         self._device, self._make_capture = device, capture or CudaCapture
+        self._copied = {k for k, is_copied in enumerate(copied) if is_copied}
         self.failed = ""  # why nothing is captured any more
         self.release()
 
@@ -126,7 +135,8 @@ class Replay:
                 launches.append(launch)
         except RuntimeError as error:
             return self._fail(f"it cannot be captured: {error}")
-        self._launches, self._results = launches, [self._own(each, state) for each in handed]
+        self._launches = launches
+        self._results = [_as_is(x) if k in self._copied else self._own(x, state) for k, x in enumerate(handed)]
 
     def _fail(self, why: str) -> None:
         self.failed, self._given = why, []
@@ -142,6 +152,10 @@ class Replay:
         if _storage(result) not in {_storage(each) for each in state}:
             return lambda _: result.clone()
         return lambda _: result if any(result is each for each in state) else aten.alias.default(result)
+
+
+def _as_is(result: Any) -> Callable[[Sequence[Any]], Any]:
+    return lambda _: result
 
 
 def _numbers(given: Sequence[Any]) -> list[Any]:

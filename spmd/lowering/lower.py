@@ -19,6 +19,7 @@ from passes.ir.micro_batches import (
     new_accumulators,
     return_rows,
 )
+from passes.memory.left_behind import in_planned_memory
 from passes.runtime.arena import has_shared_arena
 from passes.schedule.node_costs import device_of
 
@@ -213,7 +214,9 @@ def lower(
     ``cuda_graphs``, what can be captured is.
     """
     commit = commit or Commit()
-    replay = Replay(device_of(program)) if cuda_graphs and not why_not_captured(program) else None
+    replay = None
+    if cuda_graphs and not why_not_captured(program):
+        replay = Replay(device_of(program), copied=in_planned_memory(program))
     function = Bound(program, arenas, commit, regions=regions, replay=replay)
     return executable_of(program, function, commit, Runs.of(program, function.arenas, regions, cuda_graphs))
 

@@ -64,7 +64,8 @@ class Compiled:
         names = self.guards.layout.names
         self.edits = Edits(names, self.copied)
         self.inputs = Inputs(self.program, self.captured, self.guards, self.added)
-        self._results = Results(self.program, self.captured, names, self.device_mesh)
+        memory = self.executable.function.arenas.gradients
+        self._results = Results(self.program, self.captured, names, self.device_mesh, memory)
         self._equal = EqualInputs(self.captured, self.guards, self.inputs.draws, self.connection is not None)
         self._world = weakref.ref(dist.group.WORLD)
         self.guards.on_release = self._release

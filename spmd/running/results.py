@@ -11,10 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Output, OutputKind, Program, Role
 from passes.ir.program import is_pending, is_sharded
+from passes.memory.left_behind import in_planned_memory
 
 from .._torch import DisableTorchFunctionSubclass, dtensor_of, dtensor_spec, tree_map
 from ..call.state import Arguments
 from ..capture import Captured, FromOutput
+from ..lowering.gradient_memory import GradientMemory
 from ..python_state.effects.repeated import StateMemory
 from ..python_state.reads import ReadSite
 from ..state.split_tensor import SplitRows, SplitTensor
@@ -23,10 +25,22 @@ from ..state.split_tensor import SplitRows, SplitTensor
 class Results:
     """The results of one program; ``names`` are of its live state tensors, in order."""
 
-    def __init__(self, program: Program, captured: Captured, names: list[str], device_mesh: DeviceMesh) -> None:
-        self._captured, self._names = captured, names
-        outputs = [output for output in program.outputs if output.kind is not OutputKind.UPDATE]
-        self._as_state = [_maker(output, device_mesh) for output in outputs]
+    def __init__(
+        self,
+        program: Program,
+        captured: Captured,
+        names: list[str],
+        device_mesh: DeviceMesh,
+        memory: GradientMemory,
+    ) -> None:
+        """``memory``: of the gradients that the step leaves behind at each call."""
+        self._captured, self._names, self._memory = captured, names, memory
+        values = zip(program.outputs, program.output_values(), in_planned_memory(program), strict=True)
+        outputs = [each for each in values if each[0].kind is not OutputKind.UPDATE]
+        self._as_state = [_maker(output, device_mesh) for output, *_ in outputs]
+        self._copied = [k for k, (*_, is_copied) in enumerate(outputs) if is_copied]
+        self._copied_of = [outputs[k][0].of or "" for k in self._copied]
+        self._layouts = [_layout(outputs[k][1].meta["val"]) for k in self._copied]
 
     @property
     def are_kept(self) -> bool:
@@ -44,7 +58,7 @@ class Results:
             self._write_state(returned, arguments, dict(zip(self._names, tensors, strict=True)))
 
     def _write_state(self, returned: list[Any], arguments: Arguments, live: dict[str, torch.Tensor]) -> None:
-        captured, current = self._captured, partial(self._current, returned)
+        captured, current = self._captured, partial(self._current, self._copies(returned, live))
         for new in captured.new_state:
             if new.unless is not None and returned[new.unless.index]:
                 continue
@@ -61,6 +75,16 @@ class Results:
             live[name].grad = None
         for name, value in captured.requires_grad.items():
             live[name].requires_grad_(value)
+
+    def _copies(self, returned: list[Any], live: dict[str, torch.Tensor]) -> list[Any]:
+        """What the program ``returned``, with copies of what it has computed in planned memory."""
+        if not self._copied:
+            return returned
+        parameters, values = [live[name] for name in self._copied_of], [returned[k] for k in self._copied]
+        copies, found = self._memory.filled(parameters, values, self._layouts), list(returned)
+        for k, copy in zip(self._copied, copies, strict=True):
+            found[k] = copy
+        return found
 
     def write_python_state(
         self, returned: list[Any], shown: list[Any], arguments: Arguments, tensors: list[torch.Tensor]
@@ -95,6 +119,11 @@ def _maker(output: Output, device_mesh: DeviceMesh) -> Callable[[Any], Any]:
     stride = torch.empty(output.shape, device="meta").stride()
     spec = dtensor_spec(device_mesh, output.placement, output.shape, stride, output.dtype)
     return partial(dtensor_of, spec=spec, kind=SplitRows if output.role is Role.RESULT else SplitTensor)
+
+
+def _layout(val: torch.Tensor) -> Any:
+    """All that a tensor is besides its values."""
+    return val.shape, val.stride(), val.dtype, val.device
 
 
 def _whole(value: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -219,7 +219,8 @@ def returned_by(program: Program, placed: Placed, stage: int) -> list[tuple[Any,
         home = placed.homes.get(output.name if output.kind is OutputKind.UPDATE else output.of or "")
         is_here = home is None or not output.shape or stage in home
         if output.role is not Role.ACCUMULATOR and (is_here or output.kind is OutputKind.NEW):
-            found.append((value if is_here else None, output))
+            in_memory_of_its_own = replace(output, replaces=False)  # a rank may run programs of other stages meanwhile
+            found.append((value if is_here else None, in_memory_of_its_own))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +33,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tens
     return loss
 
 
+def train_cleared_first(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def regress(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
     loss.backward()
@@ -40,14 +49,22 @@ def regress(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Te
     return loss
 
 
-def planned(style: str, world: int, **options: object) -> passes.PlannedMemory:
+def regress_cleared_first(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def planned(style: str, world: int, step: Callable[..., Tensor] = regress, **options: object) -> passes.PlannedMemory:
     model = mlp(32, 64, 8).double()
     optimizer = torch.optim.Adam(model.parameters())
     mode = spmd.DataParallel(style)
-    step = compile_on_fake_ranks(
-        world, regress, (model, optimizer), torch.ones(6, 32).double(), parallel_mode=mode, **options
+    compiled = compile_on_fake_ranks(
+        world, step, (model, optimizer), torch.ones(6, 32).double(), parallel_mode=mode, **options
     )
-    memory: dict[str, passes.PlannedMemory] = step.report().memory
+    memory: dict[str, passes.PlannedMemory] = compiled.report().memory
     assert memory["cpu"].peak == sum(memory["cpu"].roles.values()) + memory["cpu"].unused
     return memory["cpu"]
 
@@ -82,7 +99,7 @@ def test_without_passes_updates_are_new_values() -> None:
     assert memory.roles["optimizer state"] > 3 * STATE
 
 
-def peaks(config: Config, rows: int = 1, **mode: Any) -> tuple[int, int]:
+def peaks(config: Config, rows: int = 1, train: Callable[..., Tensor] = train, **mode: Any) -> tuple[int, int]:
     """The peak of a later call over a rank that is idle, and the planned one, in bytes."""
     idle = idle_bytes()
     model = GPT(config)
@@ -96,7 +113,15 @@ def peaks(config: Config, rows: int = 1, **mode: Any) -> tuple[int, int]:
 def measure(rank: int, world: int) -> list[tuple[int, int]]:
     peaks(SMALL)  # imports what compiling imports
     pipeline = {"mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("pp",)), **STAGES}
-    return [peaks(LARGE), peaks(LARGE, parallel_style="fully_shard"), peaks(DEEP, 8, **pipeline)]
+    found = [peaks(LARGE), peaks(LARGE, parallel_style="fully_shard"), peaks(DEEP, 8, **pipeline)]
+    return [*found, peaks(LARGE, train=train_cleared_first)]
+
+
+def test_gradients_of_the_call_before_count() -> None:
+    """They are there until the step writes state, where the new ones are computed in the arena meanwhile."""
+    last, first = planned("replicate", 2), planned("replicate", 2, step=regress_cleared_first)
+    assert first.roles["gradients"] == last.roles["gradients"] + STATE
+    assert first.peak == last.peak + STATE and first.arena == last.arena
 
 
 @pytest.mark.slow

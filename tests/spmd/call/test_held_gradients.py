@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+import spmd
 from tests.harness.cases import MLP
 from tests.harness.oracle import differences
 from tests.harness.pool import Ranks
@@ -107,6 +108,20 @@ def found(rank: int, world: int, case: Held, mode: dict[str, Any]) -> list[str]:
     return differences(rank, world, case, mode, steps=5) + case.changed()
 
 
+def addresses(rank: int, world: int, mode: dict[str, Any]) -> list[list[bool]]:
+    """Of each parameter, in which calls its gradient lies where it lay before; the first one's is kept in call 2."""
+    case, kept, lay, found = Held(), [], [0] * 8, []
+    model, optimizer = case.build()
+    step = spmd.compile(case.step, parallel_mode=spmd.DataParallel(**mode))
+    for k in range(6):
+        step(model, optimizer, *case.part(rank, k))
+        lies = [local(parameter.grad).data_ptr() for parameter in model.parameters()]
+        found.append([one == other for one, other in zip(lies, lay, strict=True)])
+        kept += [next(model.parameters()).grad] if k == 2 else []
+        lay = lies
+    return found
+
+
 MODES: dict[str, dict[str, Any]] = {
     "replicate": {"parallel_style": "replicate"},
     "fully_shard": {"parallel_style": "fully_shard"},
@@ -124,3 +139,9 @@ def test_a_kept_gradient_stays_as_it_is(ranks: Ranks, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["replicate", "fully_shard"])
 def test_what_is_added_to_a_gradient_between_calls_counts(ranks: Ranks, mode: str) -> None:
     assert not [line for lines in ranks.run(2, found, AddedTo(), MODES[mode]) for line in lines]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_lies_where_that_of_the_call_before_lay_unless_it_is_kept(ranks: Ranks, mode: str) -> None:
+    for found in ranks.run(2, addresses, MODES[mode]):
+        assert found == [[False] * 8, *[[True] * 8] * 2, [False, *[True] * 7], *[[True] * 8] * 2]

@@ -49,6 +49,24 @@ def test_replayed_steps_equal_the_plain_ones(captures: list[Any], optimizer: str
     assert sum(bool(each.noted) for each in captures) == 1  # the second program, which has state from the start
 
 
+class ClearedFirst(MLP):
+    """Gradients stay after the step, which are copied out of the memory that is replayed in."""
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+
+def test_gradients_stay_after_a_replay(captures: list[Any]) -> None:
+    case = ClearedFirst(sizes=(9, 8, 4), rows=6, optimizer="SGD momentum")
+    _, got = compiled_run(0, case, 6, cuda_graphs=True)
+    assert all_unequal(plain_run(case, 1, 6), got, 0, 1) == []
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
     y = model(x) * scale
     loss = F.mse_loss(y, x.flip(1))
