@@ -176,7 +176,9 @@ class _Search:
             key = _DESCRIPTORS[type(value)]
             yield path.to(_attribute, key), getattr(value, key)
         elif isinstance(value, (list, tuple)):
-            yield from ((path.to(item_of, k, str(k)), item) for k, item in enumerate(value) if not self._is_plain(item))
+            kind: Any = list if isinstance(value, list) else tuple
+            held = enumerate(kind.__iter__(value))  # not what a subclass makes anew when it is read, without end
+            yield from ((path.to(item_of, k, str(k)), item) for k, item in held if not self._is_plain(item))
         elif isinstance(value, dict):
             yield from (
                 (path.to(item_of, k, str(k)), item) for k, item in dict.items(value) if not self._is_plain(item)

@@ -70,8 +70,16 @@ def containers_in(value: Any) -> list[Any]:
         if isinstance(each, CONTAINERS) and id(each) not in seen:
             seen.add(id(each))
             found += [each] if content_of(each) is not None else []
-            pending += [item for _, item in items_of(each)]
+            pending += _stored_in(each)
     return found
+
+
+def _stored_in(container: Any) -> list[Any]:
+    """What a container holds, and not what a subclass makes anew when it is read: that would come without end."""
+    if isinstance(container, dict):
+        return list(dict.values(container))
+    kind: Any = next(kind for kind in CONTAINERS if isinstance(container, kind))
+    return list(kind.__iter__(container))
 
 
 def items_of(container: Any) -> list[tuple[Any, Any]]:
