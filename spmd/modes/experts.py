@@ -6,9 +6,8 @@ which counts experts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
@@ -18,9 +17,10 @@ from passes import AxisRole, Mesh, PlacementError, Program, Role
 from passes.ir.program import Placements
 from passes.ir.schemas import name_of
 
+from ..partitioner.experts.weights import weights_of
+
 _GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
 _BATCHED = {"bmm", "baddbmm"}
-_SAME_ROWS = {"detach", "_to_copy", "transpose", "permute", "view", "expand", "alias", "clone", "unsqueeze"}
 _BY_NUMBER = {"index", "index_select", "embedding"}  # rows of a weight by the number of their expert
 
 
@@ -66,16 +66,18 @@ def _check_order(mesh: Mesh, axes: Sequence[int]) -> None:
 
 
 def _found(program: Program) -> frozenset[str]:
-    """The parameters of three dims that grouped and batched products read, all of one number of experts."""
-    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
-    found = {
-        declared.name: declared.shape[0]
-        for node in program.graph.nodes
-        for operand in _factors(node)
-        if (declared := inputs.get(_base(operand))) is not None
-        and declared.role is Role.PARAMETER
-        and len(declared.shape) == 3
-    }
+    """The parameters of three dims that grouped and batched products read, all of one number of experts.
+
+    And those of three dims of which rows are looked up by number: of as many experts, where products read some.
+    """
+    inputs = zip(program.placeholders, program.inputs, strict=True)
+    shapes = {i.name: i.shape for i in program.inputs if i.role is Role.PARAMETER and len(i.shape) == 3}
+    order = list(program.graph.nodes)
+    weights = weights_of(order, {node: i.name for node, i in inputs if i.name in shapes})
+    multiplied = _read(order, weights, _factors)
+    counts = {shapes[name][0] for name in multiplied}
+    looked_up = {name for name in _read(order, weights, _tables) if not counts or shapes[name][0] in counts}
+    found = {name: shapes[name][0] for name in shapes if name in multiplied | looked_up}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{name} ({count})" for name, count in found.items())
         raise PlacementError(
@@ -92,14 +94,19 @@ def _factors(node: fx.Node) -> Iterator[fx.Node]:
         yield from (operand for operand in node.args[:3] if isinstance(operand, fx.Node))
 
 
-def _base(node: fx.Node) -> Any:
-    """The node whose dim 0 is that of ``node``, through casts, views, and rows taken by number."""
-    while node.op == "call_function" and node.args and isinstance(source := node.args[0], fx.Node):
-        name, before, after = name_of(node.target), source.meta.get("val"), node.meta.get("val")
-        if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.ndim and after.ndim):
-            return node
-        keeps = name in _SAME_ROWS and before.shape[0] == after.shape[0]
-        if not keeps and not (name in _BY_NUMBER and before.ndim == after.ndim):
-            return node
-        node = source
-    return node
+def _tables(node: fx.Node) -> Iterator[fx.Node]:
+    """The operand of a lookup by number that may be weights."""
+    name = name_of(node.target) if node.op == "call_function" else ""
+    if name in _BY_NUMBER and isinstance(table := node.args[0], fx.Node):
+        numbers = [each.meta["val"] for each in node.all_input_nodes if each is not table]
+        if name != "index_select" or node.args[1] == 0:
+            yield from [table] if len(numbers) == 1 and numbers[0].dtype in (torch.int64, torch.int32) else []
+
+
+def _read(
+    order: Sequence[fx.Node],
+    weights: Mapping[fx.Node, frozenset[str]],
+    operands: Callable[[fx.Node], Iterator[fx.Node]],
+) -> set[str]:
+    """The parameters from which come the weights among the ``operands`` of nodes."""
+    return {name for node in order for operand in operands(node) for name in weights.get(operand, ())}

@@ -127,7 +127,7 @@ def _on_rank(call: OpCall, chosen: Sequence[Option], axes: Mesh) -> OpCall:
     """The call on the parts that one rank has."""
 
     def narrow(info: Info, placement: tuple[Any, ...], iota_dim: int | None = None) -> Info:
-        return Info(local_shape(info.shape, placement, axes), info.dtype, iota_dim, info.group)
+        return Info(local_shape(info.shape, placement, axes), info.dtype, iota_dim, info.group, numbered=info.numbered)
 
     operands = [
         replace(

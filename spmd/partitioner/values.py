@@ -25,7 +25,7 @@ class Value:
     ``source`` is its node in the global graph; ``primary`` the placement it was computed in; ``batch`` the mesh axes
     over which ``primary`` splits it because some argument of the step is split there: its rows are those of the batch.
     ``iota_dim`` is the dim along which it is known to hold 0, 1, 2, ...; ``is_weight`` whether it is computed from
-    parameters alone. ``group``: the rows of which it says whose they are. ``positions``: see ``Info``.
+    parameters alone. ``group``: the rows of which it says whose they are. ``positions``, ``numbered``: see ``Info``.
     """
 
     source: fx.Node
@@ -38,6 +38,7 @@ class Value:
     is_weight: bool = False
     group: ByGroup | None = None
     positions: Any = None
+    numbered: int | None = None
 
     @classmethod
     def of(
@@ -63,7 +64,7 @@ class Value:
     @property
     def info(self) -> Info:
         """Global shape and dtype, and what is known of the elements."""
-        return Info(self.shape, self.dtype, self.iota_dim, self.group, self.positions)
+        return Info(self.shape, self.dtype, self.iota_dim, self.group, self.positions, self.numbered)
 
     @property
     def nbytes(self) -> int:

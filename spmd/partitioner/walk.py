@@ -125,8 +125,9 @@ class Walk:
             self.values[node] = self._op(node)
         else:
             self._number(node)
-        if node in self.context.routes.groups and isinstance(value := self.values[node], Value):
-            value.group = self.context.routes.groups[node]
+        if isinstance(value := self.values[node], Value):
+            value.group = self.context.routes.groups.get(node)
+            value.numbered = self.context.routes.numbered.get(node)
         self.parameters.note_update(node)
         for move in self.decisions.then(node, self.values[node]):
             self._move(node, move)

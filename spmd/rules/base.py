@@ -39,8 +39,9 @@ def S(dim: int) -> Shard:
 class Info:
     """Shape and dtype of a tensor in a call; along ``iota_dim``, if known, it holds 0, 1, 2, ... (``iota.py``).
 
-    ``group``: the rows that go to the ranks of their experts, where the tensor says whose they are. ``positions``: what
-    is known of its elements by their positions (``sequences/bands.py``).
+    ``group``: the rows that go to the ranks of their experts, where the tensor says whose they are. ``numbered``: how
+    many experts there are, where it holds their numbers, by which weights are looked up where these lie. ``positions``:
+    what is known of its elements by their positions (``sequences/bands.py``).
     """
 
     shape: tuple[int, ...]
@@ -48,6 +49,7 @@ class Info:
     iota_dim: int | None = None
     group: ByGroup | None = None
     positions: Any = None
+    numbered: int | None = None
 
     @property
     def ndim(self) -> int:

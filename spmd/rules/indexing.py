@@ -8,19 +8,21 @@ reads each row at its own position: the dim may be split together with the index
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from passes.runtime.places_in_rows import places
 
 from ..placements import ByGroup, OwnRows
 from . import lookup
-from .base import Info, OpCall, Option, P, Parts, Run, S
+from .base import Info, Local, OpCall, Option, P, Parts, Run, S
 from .einsum_labels import WHOLE, Dims, aligned, letters, option, options, without, wrap
-from .experts import exchange_rows
+from .experts import exchange_rows, looked_up
 from .optional_ops import aten
 from .registry import rule, whole
 
@@ -94,7 +96,10 @@ def index_select(call: OpCall) -> list[Option]:
     index = "I"[: call.arg("index").ndim]
     result = names.replace(WHOLE, index or WHOLE)
     found = options(call, Dims({"self": names, "index": index}, result, linear=(("self",),)))
-    return [*(exchange_rows.taken(call, call.arg("index")) if names.startswith(WHOLE) else []), *found]
+    if not names.startswith(WHOLE):
+        return found
+    numbered = _of_numbered(call, [call.arg("index")], P, looked_up.taken)
+    return [*numbered, *exchange_rows.taken(call, call.arg("index")), *found]
 
 
 @rule(*aten("index_add", "index_copy", "index_reduce", "index_fill.int_Scalar", "index_fill.int_Tensor"))
@@ -113,7 +118,10 @@ def index_write(call: OpCall) -> list[Option]:
         return options(call, Dims(operands, names))
     found = options(call, Dims(operands, names, reduced="I", onto="self", linear=(("self", "source"),)))
     adds_rows = names.startswith(WHOLE) and call.arg("alpha") == 1 and "source" in operands
-    return [*(exchange_rows.added(call, call.arg("index"), "source") if adds_rows else []), *found]
+    if not adds_rows:
+        return found
+    numbered = _of_numbered(call, [call.arg("index")], S(0), looked_up.added)
+    return [*numbered, *exchange_rows.added(call, call.arg("index"), "source"), *found]
 
 
 @rule(*aten("index.Tensor", "_unsafe_index.Tensor"))
@@ -133,8 +141,17 @@ def _of_own_experts(call: OpCall) -> list[Option]:
     """Weights by the number of their expert: those of the rows that go to the rank of their expert."""
     group = _numbers_experts(call)
     if group is None:
-        return []
+        return _of_numbered(call, call.arg("indices"), P, looked_up.taken)
     return [replace(option(call, {"self": S(0)}, group), local=_index_own)]
+
+
+def _of_numbered(call: OpCall, indices: Sequence[Any], result: Placement, local: Local) -> list[Option]:
+    """Weights by number, if that is what the first of the indices holds, and it is the only one: where they lie."""
+    first, *others = indices
+    counts = isinstance(first, Info) and first.group is None and first.numbered == call.arg("self").shape[0]
+    if not counts or any(each is not None for each in others):
+        return []
+    return [replace(option(call, {"self": S(0)}, result), local=local)]
 
 
 def _numbers_experts(call: OpCall) -> ByGroup | None:
@@ -175,7 +192,8 @@ def index_put(call: OpCall) -> list[Option]:
     own = [option(call, {"self": S(0), "values": group}, S(0))] if whole_rows and group is not None else []
     exchanged = exchange_rows.added(call, call.arg("indices")[0], "values") if whole_rows else []
     own = [replace(each, local=_add_to_own) for each in own]
-    return [*own, *exchanged, *_from_zero(call, options(call, added))]
+    numbered = _of_numbered(call, call.arg("indices"), S(0), looked_up.added)
+    return [*own, *numbered, *exchanged, *_from_zero(call, options(call, added))]
 
 
 def _indexed(call: OpCall) -> tuple[str, list[str], str] | None:

@@ -8,7 +8,7 @@ experts once, before anything is computed for each expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import Axis, AxisRole, Mesh, PartitionError, Program
+from passes import Axis, AxisRole, Mesh, Program
 from passes.ir.program import Placements
 from passes.ir.schemas import name_of
 
@@ -25,12 +25,12 @@ from ...placements import ByGroup, Dealt, OwnOrder
 from ...rules import Option, rule_of
 from ..values import call_of, leaves
 from .own_order import own_orders, splits_tokens
-from .products import base, ends_of, is_grouped, rows_of
+from .products import ends_of, is_grouped, rows_of
 from .recomputed import originals
+from .weights import weights_of
 
-_LOOKUPS = {"index", "index_put"}
+_LOOKUPS = {"index", "index_select"}
 _PUT_BACK = {"index", "index_add", "index_put", "index_select", "scatter_add"}
-_SAME = {"detach", "alias", "_to_copy", "clone", "view", "transpose", "permute", "t"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Routes:
     """The routes of a program. ``groups``: by the node that says whose rows are whose; ``hints``: by node.
 
     ``returns``: the placements of what rows are put back into, that of tokens.
+    ``numbered``: how many experts a node has the numbers of, by which weights are looked up where these lie.
     ``order``: the nodes, those that ``groups`` need before those that have hints. ``own``: how nodes compute with rows
     that each rank sorts by itself, along the axes that split tokens.
     """
@@ -47,6 +48,7 @@ class Routes:
     hints: Mapping[fx.Node, Placements] = field(default_factory=dict)
     returns: Mapping[fx.Node, Placements] = field(default_factory=dict)
     own: Mapping[fx.Node, Option] = field(default_factory=dict)
+    numbered: Mapping[fx.Node, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, experts: frozenset[str]) -> Routes:
@@ -56,18 +58,17 @@ class Routes:
         sorted_apart = own_orders(order, program.mesh, first)
         if not experts:
             return cls(order, own=sorted_apart)
-        counts = {
-            node: declared.shape[0]
-            for node, declared in zip(program.placeholders, program.inputs, strict=True)
-            if declared.name in experts
-        }
+        declared = zip(program.placeholders, program.inputs, strict=True)
+        weights = weights_of(order, {node: each.name for node, each in declared if each.name in experts})
+        numbered = dict(_looked_up(order, weights))
+        in_time = any(AxisRole.MICRO_BATCHES in axis.roles and axis.size > 1 for axis in program.mesh.axes)
         groups, rows = dict[fx.Node, ByGroup](), dict[fx.Node, ByGroup]()
         parts = prod(axis.size for axis in program.mesh.axes if splits_tokens(axis))
         for node in order:
             apart = parts if node in sorted_apart else 1
-            for of, own, operands in _routed(node, counts, groups, program.room, apart, first):
-                if node not in sorted_apart:
-                    _check_whole_batch(node, own, program.mesh)
+            for of, own, operands in _routed(node, weights, groups, program.room, apart, first):
+                if in_time and not own.ends:
+                    continue  # a micro-batch has some of the rows
                 groups.setdefault(of, own)
                 rows |= {operand: own.along(dim) for operand, dim in operands}
         groups |= {node: groups[original] for node, original in first.items() if original in groups}
@@ -79,7 +80,7 @@ class Routes:
         known = {node: own for node, own in hints.items() if position[own.of] < position[node.name]}
         returns = dict.fromkeys(_put_back(order, rows | hints), _of_tokens(program.mesh))
         placed = {node: _placement(own, program.mesh, sorted_apart.get(node)) for node, own in known.items()}
-        return cls(order, groups, placed, returns, sorted_apart)
+        return cls(order, groups, placed, returns, sorted_apart, numbered)
 
 
 Routed = tuple[fx.Node, ByGroup, list[tuple[fx.Node, int]]]
@@ -87,7 +88,7 @@ Routed = tuple[fx.Node, ByGroup, list[tuple[fx.Node, int]]]
 
 def _routed(
     node: fx.Node,
-    counts: Mapping[fx.Node, int],
+    weights: Collection[fx.Node],
     groups: Mapping[fx.Node, ByGroup],
     room: float | None,
     parts: int,
@@ -100,30 +101,31 @@ def _routed(
     name = name_of(node.target) if node.op == "call_function" else ""
     if is_grouped(node):
         ends, rows = first.get(ends_of(node), ends_of(node)), rows_of(node)
-        count = next((counts[of] for x in node.args[:2] if (of := base(x, _SAME)) in counts), None)
+        count = next((len(x.meta["val"]) for x in node.args[:2] if x in weights), None)
         known = groups.get(ends)
         if known is None and count != ends.meta["val"].shape[0]:  # weights seen as other groups are no experts
             return
         size = rows[0][0].meta["val"].shape[rows[0][1]] // parts
         yield ends, known or ByGroup(0, ends.name, count or 0, ends=True, rows=size, room=room), rows
-    elif name in _LOOKUPS:
-        indices = node.args[1]
-        assert isinstance(indices, (list, tuple))
-        whose, count = indices[0], counts.get(base(node.args[0], _SAME))
-        if count is not None and isinstance(whose, fx.Node) and whose.meta["val"].ndim == 1 and len(indices) == 1:
-            whose = first.get(whose, whose)
-            own = ByGroup(0, whose.name, count, ends=False, rows=len(whose.meta["val"]) // parts)
-            yield whose, own, [(node, 0)]
+    elif name == "index":
+        for whose, count in _looked_up([node], weights):
+            if whose.meta["val"].ndim == 1:
+                whose = first.get(whose, whose)
+                own = ByGroup(0, whose.name, count, ends=False, rows=len(whose.meta["val"]) // parts)
+                yield whose, own, [(node, 0)]
 
 
-def _check_whole_batch(node: fx.Node, own: ByGroup, mesh: Mesh) -> None:
-    """Raise ``PartitionError`` where weights are looked up for rows that micro-batches split."""
-    in_time = [k for k in mesh.axes_with(AxisRole.MICRO_BATCHES) if mesh.axes[k].size > 1]
-    if in_time and not own.ends:
-        raise PartitionError(
-            f"expected micro_batches=1 where the weights of each row's expert are looked up, in {node.name} at "
-            f"{node.meta.get('source')}: rows of all ranks go to the ranks of their experts, and a micro-batch has some"
-        )
+def _looked_up(order: Iterable[fx.Node], weights: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """The nodes by whose numbers weights are looked up, with the number of experts."""
+    for node in order:
+        name = name_of(node.target) if node.op == "call_function" else ""
+        if name not in _LOOKUPS or node.args[0] not in weights:
+            continue
+        numbers, *others = node.args[1] if name == "index" else [node.args[2]]
+        if isinstance(numbers, fx.Node) and not any(others) and (name == "index" or node.args[1] == 0):
+            val = numbers.meta["val"]
+            if not val.is_floating_point() and val.dtype not in (torch.bool, torch.uint8):
+                yield numbers, len(node.args[0].meta["val"])
 
 
 def _hint(node: fx.Node, own: ByGroup, hints: dict[fx.Node, ByGroup], mesh: Mesh) -> None:
