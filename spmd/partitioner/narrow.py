@@ -21,6 +21,7 @@ from ..placements import Interleaved, OwnOrder, OwnRows, all_shapes, chunk, firs
 from ..rules import Info, OpCall, Option, localize_of
 from ..rules.sequences.bands import Band
 from .experts.own_order import splits_tokens
+from .experts.whole_parts import cut_in_place
 from .values import Value
 
 
@@ -56,7 +57,9 @@ def _with_own_order(call: OpCall, chosen: Sequence[Option], mesh: Mesh) -> tuple
 
 def _along_next(value: Value, before: Sequence[Placement], mesh: Mesh) -> list[Placement]:
     """The placements that a value has along the next axis, where the axes before leave it ``before``."""
-    return [placement[len(before)] for placement in value.nodes if _begins(placement, before, mesh)]
+    along = [placement[len(before)] for placement in value.nodes if _begins(placement, before, mesh)]
+    cut = cut_in_place(value, before, mesh)
+    return along if cut is None else [*along, cut]
 
 
 def _begins(placement: Placements, before: Sequence[Placement | None], mesh: Mesh) -> bool:

@@ -18,6 +18,7 @@ from passes.ir.program import Placements
 from ..placements import ByGroup, OwnRows
 from ..rules import OpCall, Option, parts_of
 from ..rules.attention import is_attention
+from .experts.whole_parts import is_one_cut
 from .redistribution_steps import cost
 from .values import Value
 
@@ -164,6 +165,8 @@ def _goes_by_replicas(source: Placement, target: Placement, shape: Sequence[int]
 
 def _cost_from(source: Placement, target: Placement, nbytes: float, axis: Axis, may_join: bool) -> float:
     """The cost of a move. A small sum is not scattered: that saves no time, and its readers would have to gather it."""
+    if is_one_cut(source, target, axis):
+        return 0.0
     scatters = isinstance(source, Partial) and isinstance(target, Shard)
     gathered_later = axis.rate.per_byte * nbytes if scatters and axis.rate.is_small(nbytes) else 0.0
     return cost(source, target, nbytes, axis, may_join) + gathered_later

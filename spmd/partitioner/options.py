@@ -17,6 +17,7 @@ from ..placements import ByGroup, Dealt, Interleaved, Mirrored, OwnRows, splits
 from ..rules import OpCall, Option, rule_of
 from ..rules.attention import Form, has_form, is_asked_for, is_attention
 from .experts.own_order import splits_tokens
+from .experts.whole_parts import cut_in_place, has_both
 from .narrow import narrowed
 from .values import Value
 
@@ -40,11 +41,24 @@ class Options:
         if any(value.group is not None for value in operands):
             kinds = _own_rows_along(self.mesh.axes[len(chosen)])
             found = [o for o in found if all(not isinstance(p, OwnRows) or isinstance(p, kinds) for p in o.operands)]
+        found = self._moving_no_row(found, operands, chosen)
         return self._of_attention(call, operands, chosen, found) if is_attention(call) else found
+
+    def _moving_no_row(self, found: list[Option], operands: Sequence[Value], chosen: Sequence[Option]) -> list[Option]:
+        """The options that leave rows in their micro-batch where tokens of all ranks come to experts, or go back."""
+        before = [[each.operands[k] for each in chosen] for k in range(len(operands))]
+        cuts = [cut_in_place(value, reads, self.mesh) for value, reads in zip(operands, before, strict=True)]
+        if not any(cuts):
+            return found
+
+        def moves(placement: Any, cut: Shard | None) -> bool:
+            return cut is not None and splits(placement, cut.dim) and placement != cut
+
+        return [option for option in found if not any(map(moves, option.operands, cuts))]
 
     def _behind_experts(self, option: Option, chosen: Sequence[Option]) -> Option:
         """``option`` along an axis that cuts tokens which the ranks of experts split: in runs, where a rank has all."""
-        before = [k for k, axis in enumerate(self.mesh.axes[: len(chosen)]) if _has_both(axis)]
+        before = [k for k, axis in enumerate(self.mesh.axes[: len(chosen)]) if has_both(axis)]
         if not before:
             return option
         (outer,) = (self.mesh.axes[k].size for k in before)
@@ -129,11 +143,6 @@ def is_free(option: Option, operands: Sequence[Value], axis: int) -> bool:
         and not isinstance(placement, Partial)
         for value, placement in zip(operands, option.operands, strict=True)
     )
-
-
-def _has_both(axis: Axis) -> bool:
-    """Whether ranks along an axis have other tokens, and other experts."""
-    return {AxisRole.BATCH, AxisRole.EXPERTS} <= {*axis.roles} and axis.size > 1
 
 
 def _own_rows_along(axis: Axis) -> tuple[type[OwnRows], ...]:

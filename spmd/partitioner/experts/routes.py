@@ -67,7 +67,7 @@ class Routes:
         for node in order:
             apart = parts if node in sorted_apart else 1
             for of, own, operands in _routed(node, weights, groups, program.room, apart, first):
-                if in_time and not own.ends:
+                if in_time and not own.ends and node not in sorted_apart:
                     continue  # a micro-batch has some of the rows
                 groups.setdefault(of, own)
                 rows |= {operand: own.along(dim) for operand, dim in operands}

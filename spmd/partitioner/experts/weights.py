@@ -20,7 +20,7 @@ from ..values import call_of, leaves
 
 
 def weights_of(order: Iterable[fx.Node], experts: Mapping[fx.Node, str]) -> dict[fx.Node, frozenset[str]]:
-    """By node that holds weights of experts: the parameters they come from. ``experts``: the names of these, by node."""
+    """By node that holds weights of experts: the parameters they come from; ``experts``: their names, by node."""
     found = {node: frozenset([name]) for node, name in experts.items()}
     for node in order:
         if isinstance(node.target, OpOverload) and node.meta.get("phase") in (Phase.FORWARD, Phase.BACKWARD):

@@ -53,6 +53,7 @@ def verified(form: Any, mesh: dict[str, int], **options: Any) -> Any:
     ("ends", {"dp": 2, "ep": 2}, {"shard_optimizer": True, **OF_THEIR_OWN}),
     ("ends", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **AS_ONE}),
     ("numbers", {"dp": 2, "ep": 2}, {"parallel_style": "replicate", **OVER_TWO}),
+    ("numbers", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", "micro_batches": 2, **OVER_TWO}),
     ("capacity", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **OVER_TWO}),
     ("ends", {"tp": 2, "ep": 2}, {"params": OVER_TP, **OVER_BATCH}),
     ("capacity", {"tp": 2, "ep": 2}, {"parallel_style": "fully_shard", "params": OVER_TP, **OVER_BATCH}),
@@ -506,12 +507,6 @@ class Halves(Mixture):
         return torch.zeros_like(x).index_add(0, order // 2, out.sum(-1, keepdim=True).expand(-1, WIDTH))
 
 
-class LooksUp(Mixture):
-    """The weights of each row's expert, looked up."""
-
-    by_ends = Mixture.by_numbers
-
-
 class Plain(nn.Module):
     """No experts."""
 
@@ -530,7 +525,6 @@ class Plain(nn.Module):
     (Plain, {}, PlacementError, "no parameter is read by a grouped or batched matrix product: name those"),
     (Gathers, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .24, 10"),
     (Halves, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .8, 6, 5"),
-    (LooksUp, {"micro_batches": 2}, PartitionError, "micro_batches=1 where the weights .* looked up, .*experts.py:"),
     (Mixture, {"axes": {"batch": ("dp", "ep"), "experts": "dp"}}, PlacementError, "the axis of experts, dp, to stand"),
 ])  # fmt: skip
 def test_what_is_refused(make: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
