@@ -39,6 +39,21 @@ class ChosenUnits:
             found |= picked
         return frozenset(found)
 
+    def check_stacked(self, modules: Mapping[str, nn.Module]) -> None:
+        """Raise ``PlacementError`` where a choice picks the modules of a list, each of which is one expert."""
+        for path, entries in _submodules(modules).items():
+            several = isinstance(entries, nn.ModuleList) and len(entries) > 1
+            if not several or any(parameter.ndim > 2 for parameter in entries.parameters()):
+                continue
+            paths = [(f"{path}.{key}", entry) for key, entry in own_children(entries).items() if entry is not None]
+            for choice in self.choices:
+                if all(_picks(choice, name, entry) for name, entry in paths):
+                    raise PlacementError(
+                        f"expected {self.option}= to pick parameters whose dim 0 is the expert, but {_shown(choice)} "
+                        f"picks the {len(paths)} modules of {path}, each with parameters of its own: stack them to one "
+                        "parameter of (experts, ...), and compute them in a form that docs/experts.md lists"
+                    )
+
     def groups(self, modules: Mapping[str, nn.Module], names: Mapping[int, str]) -> tuple[tuple[str, ...], ...]:
         """The parameters of each unit, in the order of its modules. ``names``: of all parameters, by id.
 
@@ -77,9 +92,8 @@ class ChosenUnits:
 
     def _check_picked(self, choice: Choice, picked: set[str], kind: str, among: Iterable[str]) -> None:
         if not picked:
-            what = repr(choice) if isinstance(choice, str) else getattr(choice, "__qualname__", repr(choice))
             listed = ", ".join(list(among)[:8]) or "there are none"
-            raise PlacementError(f"{what} in {self.option} picks none of the {kind} ({listed}, ...)")
+            raise PlacementError(f"{_shown(choice)} in {self.option} picks none of the {kind} ({listed}, ...)")
 
 
 def chosen_units(given: Any, option: str = "units") -> ChosenUnits | None:
@@ -105,6 +119,10 @@ def _is_choice(given: Any) -> bool:
 def _submodules(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """All but the models themselves, which hold what is in no unit."""
     return {f"{path}.{name}": module for path, each in modules.items() for name, module in each.named_modules() if name}
+
+
+def _shown(choice: Choice) -> str:
+    return repr(choice) if isinstance(choice, str) else getattr(choice, "__qualname__", repr(choice))
 
 
 def _picks(choice: Choice, path: str, module: nn.Module) -> bool:

@@ -106,6 +106,8 @@ class Annotations:
             marks.setdefault(names[each], Mark(None, ignored=True))
         groups = chosen.groups(modules, names) if chosen is not None else None
         named = experts.parameters(modules, names) if experts is not None else None
+        if experts is not None:
+            experts.check_stacked(modules)
         return cls(units, marks, _mesh(units), groups, named)
 
     @property

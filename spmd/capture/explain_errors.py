@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
 from passes import CaptureError, MemoryBudgetError, PlacementError, RankMismatchError, Role, SpmdError
 from passes.unexpected_errors import explained
@@ -28,7 +29,7 @@ from ..failed_ops import describe_failed_op, is_from_users_code
 from ..interpreter.environment import is_set
 from ..interpreter.source_lines import defined_at, module_of, source_at, user_locations, users_part
 from ..unexpected_errors import is_users, mark_as_users
-from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
+from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused, UnknownShape
 
 aten = torch.ops.aten
 
@@ -49,6 +50,8 @@ def explained_errors(
         name = getattr(function, "__qualname__", type(function).__name__)
         where = _describe_location(error.__traceback__, function, arguments)
         reason = _reason(error)
+        if reason is not None and _depends_on_values(error) and _may_loop_over_experts(error.__traceback__, arguments):
+            reason = f"{reason} {_FOR_EXPERTS}"
         if reason is None and not (is_users(error) or is_from_users_code(error)):
             raise explained(
                 CaptureError, f"capture of {name}", error, f"{describe_failed_op(error)}\n    {where}"
@@ -116,6 +119,28 @@ def _describe_sizes(inputs: Sequence[BatchInput]) -> str:
     return f"{text}\n    what all rows share, such as class weights, is named: inputs={{{named}}}" if tables else text
 
 
+def _depends_on_values(error: Exception) -> bool:
+    """Whether the step asks for a value, or makes a result in a shape that depends on values."""
+    by_value = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode, UnknownShape)
+    return isinstance(error, by_value)
+
+
+def _may_loop_over_experts(traceback: TracebackType | None, arguments: Arguments) -> bool:
+    """Whether the module whose method raised may loop over experts: it has a list of modules, or stacked matrices."""
+    modules = dict(submodules_of(arguments.modules))
+    module = modules.get(module_of(traceback, {id(each): name for name, each in modules.items()}))
+    if module is None:
+        return False
+    held = [*module.children(), *(each for child in module.children() for each in child.children())]
+    stacked = any(parameter.ndim == 3 for each in (module, *held) for parameter in each.parameters(recurse=False))
+    return stacked or any(isinstance(each, nn.ModuleList) for each in module.children())
+
+
+_FOR_EXPERTS = (
+    "If it loops over experts: compute each for all rows, and weigh its results by "
+    "(weights * (chosen == e)).sum(-1, keepdim=True); or stack their weights, sort rows by expert and call "
+    "torch.nn.functional.grouped_mm (docs/experts.md)."
+)
 _ALTERNATIVES = (
     "Select with torch.where instead of branching, return the tensor and look at it outside of the step, "
     "or replace the submodule through spmd.Override."

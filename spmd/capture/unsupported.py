@@ -43,6 +43,10 @@ class Refused(Exception):
     """The step cannot be captured. The message continues "<step> cannot be traced into one graph: ", from "it" on."""
 
 
+class UnknownShape(Refused):
+    """The shape of a result depends on a tensor's value."""
+
+
 class OutsideTensor(Exception):
     """The step computes with a tensor that is neither an argument nor state: it may be a constant, in another trace."""
 
@@ -136,7 +140,7 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
         _check_observer(func, args)
     for tensor in tree_flatten(result)[0]:
         if isinstance(tensor, torch.Tensor) and not all(map(is_known, tensor.shape)):
-            raise Refused(
+            raise UnknownShape(
                 f"the shape of a result depends on a tensor's value: {func} returns {_shape(tensor)}. Pad to a known "
                 "size (a number from the config, or a shape) and mask, or replace the submodule through spmd.Override."
             )

@@ -49,8 +49,9 @@ def expert_placements(
     if not placements:
         raise PlacementError(
             f'axes gives {", ".join(program.mesh.axes[k].name for k in axes)} the role "experts", but no parameter '
-            "is read by a grouped or batched matrix product: name those whose dim 0 is the expert with "
-            "experts='*.experts.*'"
+            "is read by a grouped or batched matrix product, or looked up by number: name those whose dim 0 is the "
+            "expert with experts='*.experts.*'. Modules of an nn.ModuleList are no such experts: stack their "
+            "parameters (docs/experts.md)"
         )
     return placements
 

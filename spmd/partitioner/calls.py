@@ -57,8 +57,9 @@ class Calls:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), info)
             target: Any = node.target
             own = tuple(value.info for value in operands)
-            given, order = infos(results(node.meta["val"])), self.context.routes.own.get(node)
-            self._calls[node] = OpCall(target, args, kwargs, own, given, 1, own_order=order)
+            given, routes = infos(results(node.meta["val"])), self.context.routes
+            known = {"own_order": routes.own.get(node), "of_weights": routes.of_weights.get(node)}
+            self._calls[node] = OpCall(target, args, kwargs, own, given, 1, **known)
         return self._calls[node]
 
     def decomposed(self, node: fx.Node, decomposition: Callable[..., Any]) -> fx.Graph:

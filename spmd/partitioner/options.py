@@ -41,6 +41,8 @@ class Options:
         if any(value.group is not None for value in operands):
             kinds = _own_rows_along(self.mesh.axes[len(chosen)])
             found = [o for o in found if all(not isinstance(p, OwnRows) or isinstance(p, kinds) for p in o.operands)]
+        if call.of_weights is not None and AxisRole.EXPERTS in self.mesh.axes[len(chosen)].roles:
+            found = [option for option in found if option.results[0] == call.of_weights] or found
         found = self._moving_no_row(found, operands, chosen)
         return self._of_attention(call, operands, chosen, found) if is_attention(call) else found
 

@@ -81,7 +81,8 @@ class OpCall:
     operand the splits in runs of rows in which it is available; ``of_parts`` says whether axes before split some of the
     tensors, so that positions in these are not those in the whole. ``owned`` lists for each operand the own rows in
     which it is available; ``hinted`` are those that the first result should have. ``own_order``: how it is computed
-    along axes that split tokens, with rows that each rank sorts by itself.
+    along axes that split tokens, with rows that each rank sorts by itself. ``of_weights``: how its first result lies
+    along the axis of experts, in the gradient of weights that are looked up where they lie.
     """
 
     target: OpOverload
@@ -95,6 +96,7 @@ class OpCall:
     owned: tuple[tuple[OwnRows, ...], ...] = ()
     hinted: OwnRows | None = None
     own_order: Option | None = None
+    of_weights: Placement | None = None
 
     def arg(self, name: str, default: Any = None) -> Any:
         """The argument called ``name`` in the op's schema, given by position, by name or by the schema's default."""

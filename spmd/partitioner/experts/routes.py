@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from passes import Axis, AxisRole, Mesh, Program
+from passes.ir.ops import Trait, has
 from passes.ir.program import Placements
 from passes.ir.schemas import name_of
 
@@ -30,6 +32,7 @@ from .recomputed import originals
 from .weights import weights_of
 
 _LOOKUPS = {"index", "index_select"}
+_SAME = {"detach", "alias", "_to_copy", "clone", "view", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze"}
 _PUT_BACK = {"index", "index_add", "index_put", "index_select", "scatter_add"}
 
 
@@ -39,6 +42,7 @@ class Routes:
 
     ``returns``: the placements of what rows are put back into, that of tokens.
     ``numbered``: how many experts a node has the numbers of, by which weights are looked up where these lie.
+    ``of_weights``: how the gradient of these lies along the axis of experts, and the summands that it is added up from.
     ``order``: the nodes, those that ``groups`` need before those that have hints. ``own``: how nodes compute with rows
     that each rank sorts by itself, along the axes that split tokens.
     """
@@ -49,6 +53,7 @@ class Routes:
     returns: Mapping[fx.Node, Placements] = field(default_factory=dict)
     own: Mapping[fx.Node, Option] = field(default_factory=dict)
     numbered: Mapping[fx.Node, int] = field(default_factory=dict)
+    of_weights: Mapping[fx.Node, Placement] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, experts: frozenset[str]) -> Routes:
@@ -60,7 +65,7 @@ class Routes:
             return cls(order, own=sorted_apart)
         declared = zip(program.placeholders, program.inputs, strict=True)
         weights = weights_of(order, {node: each.name for node, each in declared if each.name in experts})
-        numbered = dict(_looked_up(order, weights))
+        looked_up = dict(_looked_up(order, weights))
         in_time = any(AxisRole.MICRO_BATCHES in axis.roles and axis.size > 1 for axis in program.mesh.axes)
         groups, rows = dict[fx.Node, ByGroup](), dict[fx.Node, ByGroup]()
         parts = prod(axis.size for axis in program.mesh.axes if splits_tokens(axis))
@@ -80,7 +85,8 @@ class Routes:
         known = {node: own for node, own in hints.items() if position[own.of] < position[node.name]}
         returns = dict.fromkeys(_put_back(order, rows | hints), _of_tokens(program.mesh))
         placed = {node: _placement(own, program.mesh, sorted_apart.get(node)) for node, own in known.items()}
-        return cls(order, groups, placed, returns, sorted_apart, numbered)
+        numbered = {node: count for node, count in looked_up.items() if node not in groups}
+        return cls(order, groups, placed, returns, sorted_apart, numbered, dict(_gradients(order, numbered)))
 
 
 Routed = tuple[fx.Node, ByGroup, list[tuple[fx.Node, int]]]
@@ -126,6 +132,28 @@ def _looked_up(order: Iterable[fx.Node], weights: Collection[fx.Node]) -> Iterat
             val = numbers.meta["val"]
             if not val.is_floating_point() and val.dtype not in (torch.bool, torch.uint8):
                 yield numbers, len(node.args[0].meta["val"])
+
+
+def _gradients(order: Iterable[fx.Node], numbered: Mapping[fx.Node, int]) -> Iterator[tuple[fx.Node, Placement]]:
+    """The nodes that add up gradients of weights by number, each rank those of its own; and all summands, whole.
+
+    A rank computes the summands of all rows that it has the weights of: those of other rows would have to be sent.
+    """
+    for node in order:
+        name = name_of(node.target) if node.op == "call_function" else ""
+        if name == "index_put" and node.args[3:] == (True,):
+            numbers, *others = node.args[1]
+            summand = node.args[2]
+        elif name == "index_add" and node.args[1] == 0:
+            (numbers, summand), others = node.args[2:4], []
+        else:
+            continue
+        if any(others) or numbered.get(numbers) != len(node.meta["val"]) or not has(node.args[0].target, Trait.ZEROS):
+            continue
+        yield node, Shard(0)
+        while isinstance(summand, fx.Node) and summand.op == "call_function":
+            yield summand, Replicate()
+            summand = summand.args[0] if name_of(summand.target) in _SAME else None
 
 
 def _hint(node: fx.Node, own: ByGroup, hints: dict[fx.Node, ByGroup], mesh: Mesh) -> None:

@@ -174,8 +174,9 @@ class Greedy:
             if moved:
                 raise PartitionError(
                     f"{self.calls.describe(node)} reads the weights of all experts, {list(value.shape)}, of which each "
-                    f"rank along {self.calls.axes[moved[0]]} has a part: compute experts by grouped_mm, bmm or einsum "
-                    "over their dim, or leave these weights out with experts="
+                    f"rank along {self.calls.axes[moved[0]]} has a part: compute experts by "
+                    "torch.nn.functional.grouped_mm, by bmm or einsum over their dim, or look them up by number, as "
+                    "docs/experts.md lists, or leave these weights out with experts="
                 )
 
     def _is_decomposed(self, node: fx.Node, operands: Sequence[Value], given: Choice) -> bool:

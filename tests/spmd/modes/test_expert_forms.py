@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 import spmd
+from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
@@ -104,11 +107,11 @@ class Training(Case):
 
     rtol, atol = 1e-5, 1e-6  # the order of sums in fp32
 
-    mix: Mix = by_ends
+    mix: Any = by_ends
 
     def build(self) -> tuple[Any, ...]:
         """The model, and SGD."""
-        model = Mixture(self.mix)
+        model = (Loops if self.mix is weighed else Mixture)(self.mix)
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
@@ -122,3 +125,152 @@ class Training(Case):
 @pytest.mark.parametrize("mode", [{"micro_batches": 2, **ALONE}, {"axes": {"batch": "dp", "experts": "dp"}}])
 def test_grouped_products_in_fp32_on_ranks(ranks: Ranks, mode: dict[str, Any]) -> None:
     assert_agrees(ranks, 2, Training(), mode)
+
+
+# Weights looked up by number, and computed from others
+
+
+def by_matmul(self: Mixture, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Matrices of (tokens, chosen), by products that broadcast."""
+    hidden = F.silu(x[:, None, None] @ self.up[chosen])
+    return ((hidden @ self.down[chosen]).squeeze(2) * weights.unsqueeze(-1)).sum(1)
+
+
+def by_einsum(self: Mixture, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Transposed weights, by sums over letters."""
+    hidden = F.silu(torch.einsum("ti,taoi->tao", x, self.up.mT[chosen]))
+    return torch.einsum("tai,ta->ti", torch.einsum("tao,taio->tai", hidden, self.down.mT[chosen, ...]), weights)
+
+
+def by_columns(self: Mixture, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Rows of a flat table, and weights selected by ``index_select``, with tokens as columns."""
+    up = F.embedding(chosen, self.up.flatten(1)).view(-1, WIDTH, HIDDEN)
+    down = self.down.index_select(0, chosen.flatten())
+    hidden = F.silu(torch.bmm(up.mT, x.repeat_interleave(CHOSEN, 0).unsqueeze(-1)))
+    out = torch.bmm(down.mT, hidden).squeeze(-1) * weights.reshape(-1, 1)
+    return out.view(-1, CHOSEN, WIDTH).sum(1)
+
+
+def by_elements(self: Mixture, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """No product of matrices: elements are multiplied and added up, for one expert after the other."""
+    out = torch.zeros_like(x)
+    for k in range(CHOSEN):
+        hidden = F.silu((x[:, :, None] * self.up[chosen[:, k]]).sum(1))
+        out = out + weights[:, k, None] * (hidden[:, :, None] * self.down[chosen[:, k]]).sum(1)
+    return out
+
+
+class Adapted(Mixture):
+    """Frozen weights, with the product of two small ones added to each."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__(mix)
+        shapes = [(EXPERTS, *shape) for shape in ((WIDTH, 2), (2, HIDDEN), (HIDDEN, 2), (2, WIDTH))]
+        self.low = nn.ParameterList(torch.randn(shape) / 3 for shape in shapes)
+        self.base = nn.ParameterList([self.up, self.down]).requires_grad_(False)
+        del self.up, self.down
+
+    @property
+    def up(self) -> Tensor:  # type: ignore[override]
+        """The weights that tokens see."""
+        return self.base[0] + 0.5 * (self.low[0] @ self.low[1])
+
+    @property
+    def down(self) -> Tensor:  # type: ignore[override]
+        """The weights that tokens see."""
+        return self.base[1] + 0.5 * (self.low[2] @ self.low[3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make, mix, mesh, options", [
+    (Mixture, by_matmul, {"ep": 2}, {"micro_batches": 2, **OVER_BATCH}),
+    (Mixture, by_einsum, {"dp": 2, "ep": 2}, OVER_TWO),
+    (Mixture, by_columns, {"ep": 2}, OVER_BATCH),
+    (Mixture, by_elements, {"dp": 2, "ep": 2}, {"micro_batches": 2, **OVER_TWO}),
+    (Adapted, by_ends, {"ep": 2}, OVER_BATCH),
+    (Adapted, by_einsum, {"ep": 2}, OVER_BATCH),
+])  # fmt: skip
+def test_looked_up_and_computed_weights(make: Any, mix: Mix, mesh: dict[str, int], options: dict[str, Any]) -> None:
+    model = make(mix)
+    verdict = verified(model if mix is by_ends else model.double(), mesh, **options)
+    assert verdict, str(verdict)
+
+
+@pytest.mark.parametrize("mix", [by_matmul, by_einsum])
+def test_looked_up_weights_and_their_gradients_stay(mix: Mix) -> None:
+    """Tokens and sums of activations travel, never what is as large as weights."""
+    with fake_world(2):
+        mode = spmd.DataParallel(mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), **OVER_BATCH)
+        step = spmd.compile(train_step, parallel_mode=mode, passes=())
+        model = Mixture(mix)
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+    assert step.program is not None and isinstance(model.up, DTensor) and model.up.placements == (Shard(0),)
+    sent = [node.args[0].meta["val"] for node in step.program.collectives()]
+    assert max(map(torch.numel, sent)) == 16 * CHOSEN * HIDDEN  # (tokens, chosen, hidden)
+
+
+# Loops over experts
+
+
+class Loops(nn.Module):
+    """An expert is a module of a list; ``mix`` chooses the rows of each."""
+
+    def __init__(self, mix: Any) -> None:
+        super().__init__()
+        self.mix, self.router = mix, nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(EXPERTS)
+        )
+
+    forward = Mixture.forward
+
+
+def weighed(self: Loops, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Each expert for all rows."""
+    return sum(expert(x) * (weights * (chosen == e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
+
+
+def where(self: Loops, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The rows of each expert, added by their numbers."""
+    out, mask = torch.zeros_like(x), F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    for e, expert in enumerate(self.experts):
+        place, row = torch.where(mask[e])
+        out.index_add_(0, row, expert(x[None, row].reshape(-1, WIDTH)) * weights[row, place, None])
+    return out
+
+
+def if_any(self: Loops, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The rows of each expert, written by a mask, if there are some."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            out[mask] += expert(x[mask])
+    return out
+
+
+def by_counts(self: Loops, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Runs of sorted rows, as long as counts say."""
+    order, counts = chosen.flatten().argsort(), chosen.flatten().bincount(minlength=EXPERTS).tolist()
+    rows = x[order // CHOSEN].split(counts)
+    out = torch.cat([expert(each) for expert, each in zip(self.experts, rows, strict=True)])
+    return torch.zeros_like(x).index_add(0, order // CHOSEN, out * weights.flatten()[order, None])
+
+
+def test_each_expert_of_a_list_for_all_rows(ranks: Ranks) -> None:
+    assert_agrees(ranks, 2, Training(weighed), {"micro_batches": 2, **ALONE})
+
+
+@pytest.mark.parametrize("mix", [where, if_any, by_counts])
+def test_a_loop_over_the_rows_of_experts_names_what_runs(mix: Any) -> None:
+    with pytest.raises(
+        spmd.CaptureError, match=r"(?s)grouped_mm \(docs/experts\.md\).*test_expert_forms\.py:\d+ in model"
+    ):
+        verified(Loops(mix), {"dp": 2}, **ALONE)
+
+
+@pytest.mark.parametrize("experts", ["*.experts.*", nn.Sequential, None])
+def test_a_list_of_experts_is_not_split_by_expert(experts: Any) -> None:
+    message = "4 modules of model.experts, .* stack them .* docs/experts.md" if experts else "nn.ModuleList are no such"
+    with pytest.raises(spmd.PlacementError, match=message):
+        verified(Loops(weighed), {"ep": 2}, experts=experts, **OVER_BATCH)
