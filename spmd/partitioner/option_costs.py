@@ -147,6 +147,8 @@ def _made_where_read(value: Value, placement: Placement) -> bool:
 def move_cost(value: Value, placement: Placement, index: int, mesh: Mesh, may_join: bool) -> float:
     """The least cost of having a value in ``placement`` along one axis; ``may_join``: a whole may become a sum."""
     axis, may_join = mesh.axes[index], may_join and value.dtype.is_floating_point
+    if any(is_one_cut(source[index], placement, index, mesh) for source in value.nodes):
+        return 0.0
     return min(
         _cost_from(source[index], step, value.bytes_before(source, index, mesh), axis, may_join)
         for source in value.nodes
@@ -165,8 +167,6 @@ def _goes_by_replicas(source: Placement, target: Placement, shape: Sequence[int]
 
 def _cost_from(source: Placement, target: Placement, nbytes: float, axis: Axis, may_join: bool) -> float:
     """The cost of a move. A small sum is not scattered: that saves no time, and its readers would have to gather it."""
-    if is_one_cut(source, target, axis):
-        return 0.0
     scatters = isinstance(source, Partial) and isinstance(target, Shard)
     gathered_later = axis.rate.per_byte * nbytes if scatters and axis.rate.is_small(nbytes) else 0.0
     return cost(source, target, nbytes, axis, may_join) + gathered_later

@@ -33,6 +33,7 @@ from .recomputed import merged
 _SAME = {"detach", "alias", "_to_copy", "clone"}
 _SORTS = {"sort", "argsort"}
 _BLANK = {"empty_like", "zeros_like", "new_zeros", "new_empty", "zeros", "empty"}
+_REPEATS = {"view", "unsqueeze", "expand"}
 _INVERSE = 0
 
 
@@ -175,7 +176,7 @@ class _Rows:
             return self._set(node, [self.own], *[self.own for _ in results(val)])
         if floors and of and type(divisor) is int and divisor > 0:
             self.numbers[node] = of * divisor
-        elif name in _SAME and not val.is_floating_point():
+        elif (name in _SAME and not val.is_floating_point()) or (name in _REPEATS and _is_repeated(node)):
             self.numbers[node] = of
         return node in self.numbers and self._set(node, [self.own], self.own)
 
@@ -187,7 +188,8 @@ class _Rows:
         return self._has_tokens(source, of) and self._set(node, [S(0), self.own], self.own)
 
     def _rows_put(self, node: fx.Node, name: str, target: fx.Node, values: fx.Node, of: int) -> bool:
-        held, adds = self.placed.get(values), name == "index_add" or True in (*node.args, *node.kwargs.values())
+        held, flags = self.placed.get(values), (*node.args, *node.kwargs.values())
+        adds = name in ("index_add", "scatter_add") or True in flags
         if values.meta["val"].shape[:1] != (self.size,):
             return False
         reads = [self.own if target in self.placed else S(0), self.own]
@@ -241,7 +243,8 @@ class _Rows:
             keys, *bounds = args
             last = len(node.meta["val"]) - 1
             reads = [self.placed.get(keys, S(0))]
-            counts = bounds == [last + 1, 0, last] and self._are_keys(keys) and _is_position(_base(self.given))
+            by_one = bounds in ([last + 1, 0, last], [last + 1, 0, last + 1])  # in both, bin k counts the number k
+            counts = by_one and self._are_keys(keys) and _is_position(_base(self.given))
         elif name == "scatter_add":  # as bincount does; it raises for numbers below zero
             zeros, _, keys, ones = args
             reads = [P, self.placed.get(keys, S(0)), self.placed.get(ones, S(0))]
@@ -307,10 +310,25 @@ def _by_index(node: fx.Node, name: str) -> tuple[Any, Any, Any] | None:
     args = _args(node)
     if name in ("index", "index_put"):
         index, *others = args[1]
-        return (args[0], index, args[2] if name == "index_put" else None) if not others else None
+        is_flat = not others and index.meta["val"].ndim == 1
+        return (args[0], index, args[2] if name == "index_put" else None) if is_flat else None
     if name in ("index_select", "index_add") and args[1] == 0 and not node.kwargs:
         return args[0], args[2], args[3] if name == "index_add" else None
+    if name in ("gather", "scatter_add") and args[1] == 0 and not node.kwargs and _has_repeats(args[2]):
+        return args[0], args[2], args[3] if name == "scatter_add" else None
     return None
+
+
+def _is_repeated(node: fx.Node) -> bool:
+    """Whether a node has one number a row, or the one that its operand has in each of its columns."""
+    before, after = _args(node)[0].meta["val"], node.meta["val"]
+    one_each = len(after) == len(before) == before.numel()
+    return one_each and (name_of(node.target) != "expand" or after.ndim == before.ndim)
+
+
+def _has_repeats(index: fx.Node) -> bool:
+    """Whether an index has one number for all columns of a row: it was expanded."""
+    return index.meta["val"].ndim == 2 and name_of(index.target) in _REPEATS
 
 
 def _counts_up(node: fx.Node) -> bool:

@@ -41,8 +41,10 @@ def cut_in_place(value: Value, before: Sequence[Placement | None], mesh: Mesh) -
     return None
 
 
-def is_one_cut(source: Placement, target: Placement, axis: Axis) -> bool:
+def is_one_cut(source: Placement, target: Placement, index: int, mesh: Mesh) -> bool:
     """Whether both are the same rows of micro-batches: as parts of ranks' parts, and as runs of all."""
-    if not isinstance(source, Shard) or not isinstance(target, Shard) or source.dim != target.dim:
+    if not isinstance(source, Shard) or not isinstance(target, Shard) or not splits_tokens(mesh.axes[index]):
         return False
-    return splits_tokens(axis) and {type(source), type(target)} == {Shard, Interleaved}
+    before = [axis.size for axis in mesh.axes[:index] if has_both(axis)]
+    pairs = [(Shard(source.dim), Interleaved(source.dim, size)) for size in before]
+    return any((source, target) in (pair, pair[::-1]) for pair in pairs)

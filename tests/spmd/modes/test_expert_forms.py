@@ -82,8 +82,19 @@ def by_capacity(self: Mixture, x: Tensor, chosen: Tensor, weights: Tensor) -> Te
     return torch.einsum("nec,nke,nk,ecd->nd", sent, hot, weights, out)
 
 
+def by_columns_of_numbers(self: Mixture, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Rows gathered and added by numbers that are repeated for each column; counts by ``histc``."""
+    order = torch.argsort(chosen.view(-1), stable=True)
+    counts = torch.histc(chosen.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    ends, rows = counts.cumsum(0, dtype=torch.int32), (order // CHOSEN).reshape(-1, 1).expand(-1, WIDTH)
+    hidden = F.silu(F.grouped_mm(torch.gather(x, 0, rows), self.up, offs=ends))
+    out = F.grouped_mm(hidden, self.down, offs=ends) * weights.view(-1)[order].reshape(-1, 1)
+    return torch.zeros_like(x).scatter_add(0, rows, out)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mix, dtype, mesh, options", [
+    (by_columns_of_numbers, torch.float32, {"dp": 2, "ep": 2}, {"micro_batches": 2, **OVER_TWO}),
     (by_ends, torch.float16, {"dp": 2}, {**ALONE, "micro_batches": 2}),
     (by_ends, torch.float32, {"dp": 2, "ep": 2}, OVER_TWO),
     (by_capacity, torch.bfloat16, {"ep": 2}, OVER_BATCH),
