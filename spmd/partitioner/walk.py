@@ -90,6 +90,7 @@ class Walk:
             return declared
         batch = frozenset(range(len(placement))) if declared.role is Role.BATCH else frozenset[int]()
         self.values[node] = Value.of(node, val, placement, held, batch, is_weight=declared.role is Role.PARAMETER)
+        self._note_numbers(node)
         return replace(declared, placement=placement)
 
     def _master(self, parameter: str, declared: Input) -> Input:
@@ -125,12 +126,16 @@ class Walk:
             self.values[node] = self._op(node)
         else:
             self._number(node)
-        if isinstance(value := self.values[node], Value):
-            value.group = self.context.routes.groups.get(node)
-            value.numbered = self.context.routes.numbered.get(node)
+        self._note_numbers(node)
         self.parameters.note_update(node)
         for move in self.decisions.then(node, self.values[node]):
             self._move(node, move)
+
+    def _note_numbers(self, node: fx.Node) -> None:
+        """Note in a value whose rows are whose, where it says so, or by which numbers weights are looked up."""
+        if isinstance(value := self.values[node], Value):
+            value.group = self.context.routes.groups.get(node)
+            value.numbered = self.context.routes.numbered.get(node)
 
     def _number(self, node: fx.Node) -> None:
         """Compute numbers, on whole operands: they are the same on every rank."""

@@ -530,7 +530,7 @@ class Plain(nn.Module):
     (Mixture, {"experts": "*.expert.*"}, PlacementError, r"'\*.expert.\*' in experts picks none of the parameters \("),
     (Mixture, {"experts": nn.Conv1d}, PlacementError, "Conv1d in experts picks none of the parameters"),
     (Mixture, {"experts": "*.shared.*"}, PlacementError, "expected model.shared.weight to have experts in dim 0"),
-    (Plain, {}, PlacementError, "no parameter is read by a grouped or batched matrix product: name those"),
+    (Plain, {}, PlacementError, "no parameter is read by a grouped or batched matrix product, or looked up"),
     (Gathers, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .24, 10"),
     (Halves, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .8, 6, 5"),
     (Mixture, {"axes": {"batch": ("dp", "ep"), "experts": "dp"}}, PlacementError, "the axis of experts, dp, to stand"),
