@@ -58,8 +58,8 @@ class Calls:
             target: Any = node.target
             own = tuple(value.info for value in operands)
             given, routes = infos(results(node.meta["val"])), self.context.routes
-            known = {"own_order": routes.own.get(node), "of_weights": routes.of_weights.get(node)}
-            self._calls[node] = OpCall(target, args, kwargs, own, given, 1, **known)
+            order, of_weights = routes.own.get(node), routes.of_weights.get(node)
+            self._calls[node] = OpCall(target, args, kwargs, own, given, 1, own_order=order, of_weights=of_weights)
         return self._calls[node]
 
     def decomposed(self, node: fx.Node, decomposition: Callable[..., Any]) -> fx.Graph:

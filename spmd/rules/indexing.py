@@ -148,7 +148,7 @@ def _of_own_experts(call: OpCall) -> list[Option]:
 def _of_numbered(call: OpCall, indices: Sequence[Any], result: Placement, local: Local) -> list[Option]:
     """Weights by number, if that is what the first of the indices holds, and it is the only one: where they lie."""
     first, *others = indices
-    counts = isinstance(first, Info) and first.group is None and first.numbered == call.arg("self").shape[0]
+    counts = isinstance(first, Info) and first.numbered == call.arg("self").shape[0]
     if not counts or any(each is not None for each in others):
         return []
     return [replace(option(call, {"self": S(0)}, result), local=local)]
@@ -192,7 +192,7 @@ def index_put(call: OpCall) -> list[Option]:
     own = [option(call, {"self": S(0), "values": group}, S(0))] if whole_rows and group is not None else []
     exchanged = exchange_rows.added(call, call.arg("indices")[0], "values") if whole_rows else []
     own = [replace(each, local=_add_to_own) for each in own]
-    numbered = _of_numbered(call, call.arg("indices"), S(0), looked_up.added)
+    numbered = _of_numbered(call, call.arg("indices"), S(0), looked_up.added) if group is None else []
     return [*own, *numbered, *exchanged, *_from_zero(call, options(call, added))]
 
 

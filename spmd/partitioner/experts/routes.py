@@ -85,8 +85,8 @@ class Routes:
         known = {node: own for node, own in hints.items() if position[own.of] < position[node.name]}
         returns = dict.fromkeys(_put_back(order, rows | hints), _of_tokens(program.mesh))
         placed = {node: _placement(own, program.mesh, sorted_apart.get(node)) for node, own in known.items()}
-        numbered = {node: count for node, count in looked_up.items() if node not in groups}
-        return cls(order, groups, placed, returns, sorted_apart, numbered, dict(_gradients(order, numbered)))
+        of_weights = dict(_gradients(order, looked_up, groups))
+        return cls(order, groups, placed, returns, sorted_apart, looked_up, of_weights)
 
 
 Routed = tuple[fx.Node, ByGroup, list[tuple[fx.Node, int]]]
@@ -107,7 +107,7 @@ def _routed(
     name = name_of(node.target) if node.op == "call_function" else ""
     if is_grouped(node):
         ends, rows = first.get(ends_of(node), ends_of(node)), rows_of(node)
-        count = next((len(x.meta["val"]) for x in node.args[:2] if x in weights), None)
+        count = next((len(x.meta["val"]) for x in _args(node)[:2] if x in weights), None)
         known = groups.get(ends)
         if known is None and count != ends.meta["val"].shape[0]:  # weights seen as other groups are no experts
             return
@@ -124,36 +124,45 @@ def _routed(
 def _looked_up(order: Iterable[fx.Node], weights: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
     """The nodes by whose numbers weights are looked up, with the number of experts."""
     for node in order:
-        name = name_of(node.target) if node.op == "call_function" else ""
-        if name not in _LOOKUPS or node.args[0] not in weights:
+        name, args = name_of(node.target) if node.op == "call_function" else "", _args(node)
+        if name not in _LOOKUPS or args[0] not in weights:
             continue
-        numbers, *others = node.args[1] if name == "index" else [node.args[2]]
-        if isinstance(numbers, fx.Node) and not any(others) and (name == "index" or node.args[1] == 0):
+        numbers, *others = args[1] if name == "index" else [args[2]]
+        if isinstance(numbers, fx.Node) and not any(others) and (name == "index" or args[1] == 0):
             val = numbers.meta["val"]
             if not val.is_floating_point() and val.dtype not in (torch.bool, torch.uint8):
-                yield numbers, len(node.args[0].meta["val"])
+                yield numbers, len(args[0].meta["val"])
 
 
-def _gradients(order: Iterable[fx.Node], numbered: Mapping[fx.Node, int]) -> Iterator[tuple[fx.Node, Placement]]:
+def _gradients(
+    order: Iterable[fx.Node], numbered: Mapping[fx.Node, int], groups: Collection[fx.Node]
+) -> Iterator[tuple[fx.Node, Placement]]:
     """The nodes that add up gradients of weights by number, each rank those of its own; and all summands, whole.
 
     A rank computes the summands of all rows that it has the weights of: those of other rows would have to be sent.
+    ``groups``: the numbers of rows that go to the ranks of their experts.
     """
     for node in order:
-        name = name_of(node.target) if node.op == "call_function" else ""
-        if name == "index_put" and node.args[3:] == (True,):
-            numbers, *others = node.args[1]
-            summand = node.args[2]
-        elif name == "index_add" and node.args[1] == 0:
-            (numbers, summand), others = node.args[2:4], []
+        name, args = name_of(node.target) if node.op == "call_function" else "", _args(node)
+        if name == "index_put" and args[3:] == (True,):
+            numbers, *others = args[1]
+            summand = args[2]
+            if numbers in groups:
+                continue
+        elif name == "index_add" and args[1] == 0:
+            (numbers, summand), others = args[2:4], []
         else:
             continue
-        if any(others) or numbered.get(numbers) != len(node.meta["val"]) or not has(node.args[0].target, Trait.ZEROS):
+        if any(others) or numbered.get(numbers) != len(node.meta["val"]) or not has(args[0].target, Trait.ZEROS):
             continue
         yield node, Shard(0)
         while isinstance(summand, fx.Node) and summand.op == "call_function":
             yield summand, Replicate()
-            summand = summand.args[0] if name_of(summand.target) in _SAME else None
+            summand = _args(summand)[0] if name_of(summand.target) in _SAME else None
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
 
 
 def _hint(node: fx.Node, own: ByGroup, hints: dict[fx.Node, ByGroup], mesh: Mesh) -> None:
