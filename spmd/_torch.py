@@ -552,12 +552,21 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """How many tensors, Python's or not, share the memory of ``tensor``, itself included.
+    """How many share the memory of ``tensor``: tensors, Python's or not, itself included, and storages of Python's.
 
-    ``_storage_Use_Count`` is private; seen in 2.11 to 2.15. It counts the storage object made here, too.
+    Of these, there is one object for each memory. ``_storage_Use_Count`` is private; seen in 2.11 to 2.15. It counts
+    the object that is asked for here, too.
     """
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    held = sys.getrefcount(storage) - _references_of_unheld_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + held
+
+
+@functools.cache
+def _references_of_unheld_storage() -> int:
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
 
 
 def copy_each(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

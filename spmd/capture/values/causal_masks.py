@@ -8,6 +8,7 @@ sizes, a mask is not known, and stays.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,19 +36,24 @@ class CausalMasks(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-            if not given.get("is_causal") and self._is_causal(given.get("attn_mask"), hidden=False):
+            lengths = [each.shape[-2] for each in (given["query"], given["key"])]
+            if not given.get("is_causal") and self._is_causal(given.get("attn_mask"), lengths, hidden=False):
                 return func(**given | {"attn_mask": None, "is_causal": True})
         if func is F.multi_head_attention_forward:
             given = _of_heads(*args, **kwargs).arguments
             others = [given.get(x) for x in ("key_padding_mask", "bias_k", "add_zero_attn", "is_causal")]
             is_alone = not given.get("need_weights", True) and all(x is None or x is False for x in others)
-            if is_alone and self._is_causal(given.get("attn_mask"), hidden=True):
+            lengths = [len(given[x]) for x in ("query", "key")]
+            if is_alone and self._is_causal(given.get("attn_mask"), lengths, hidden=True):
                 return func(**given | {"is_causal": True})  # for which it leaves out the mask
         return func(*args, **kwargs)
 
-    def _is_causal(self, mask: Tensor | None, hidden: bool) -> bool:
-        """Whether each query sees itself and what comes before it; ``hidden``: what a mask of bools is true for."""
-        if mask is None or mask.ndim < 2:
+    def _is_causal(self, mask: Tensor | None, lengths: Sequence[int], hidden: bool) -> bool:
+        """Whether each query sees itself and what comes before it; ``hidden``: what a mask of bools is true for.
+
+        ``lengths``: of queries and of keys. A mask of one position is expanded to all of them, and hides none.
+        """
+        if mask is None or [*mask.shape[-2:]] != lengths:
             return False
         found = self._found[hidden]
         version, is_causal = found.get(mask, (-1, False))

@@ -52,6 +52,8 @@ OTHER: dict[str, Mask] = {
     "slopes": lambda x, n: written_in_place(x, n) + 0.1 * torch.arange(n),
     "zeros for ones": lambda x, n: torch.ones(n, n, dtype=x.dtype).tril(),
     "padded": lambda x, n: torch.ones(n, n, dtype=torch.bool).tril() & (x.sum(-1) < 9)[:, None, None],
+    "one for all": lambda x, n: torch.ones(1, 1, dtype=torch.bool),
+    "zero for all": lambda x, n: x.new_zeros(1, 1, 1, 1),
 }
 
 
@@ -120,6 +122,21 @@ def test_at_lengths_for_which_one_program_is_captured_it_stays() -> None:
 @pytest.mark.parametrize("name", OTHER)
 def test_any_other_mask_stays(name: str) -> None:
     assert masks_left(Net(OTHER[name]), (6, 7, 9)) == [True] * 3
+
+
+def test_one_query_of_all_keys() -> None:
+    """Its mask of one position is as long as the queries, but not as the keys."""
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(1, 1, dtype=torch.bool)
+            return F.scaled_dot_product_attention(self.project(x[:, :1]), x, x, attn_mask=mask).expand_as(x)
+
+    assert masks_left(First()) == [True]
 
 
 def test_a_mask_that_is_written_between_two_layers() -> None:
