@@ -19,7 +19,7 @@ from torch import fx
 
 from .._torch import c10d
 from ..analysis.aliases import is_view, storages
-from ..analysis.reachability import descendants
+from ..analysis.reachability import ancestors, descendants
 from ..analysis.topological import arrange, emit
 from ..errors import PassError
 from ..ir.collectives import Collective, communicate_in, group_of, is_collective, is_shared, is_wait, operands, waits_of
@@ -255,14 +255,21 @@ class _Cutter:
             env[node] = graph.placeholder(f"pending_{node.name}")
             env[node].meta = {"val": node.meta.get("val")}
             inputs.append(_pending_input(node))
+        updated = self._updated()
         for node in self.program.graph.nodes:
-            shows = node in self.state and node not in env and self._is_read(node)
+            shows = node in self.state and node not in env and (node in updated or self._is_read(node))
             if (node in self.end or shows) and node not in env:
                 env[node] = self._copy(graph, node, env)
         pairs = zip(self.program.output_values(), self.program.outputs, strict=True)
         late = [(env[value], output) for value, output in pairs if value in self.end]
         graph.output(tuple(value for value, _ in late))
         return self.program.with_graph(graph, inputs, [output for _, output in late])
+
+    def _updated(self) -> set[fx.Node]:
+        """The nodes that show what the end writes to, also where it reads none of it: a copy that was put back, say."""
+        shown, pairs = self.program.values(), zip(self.program.output_values(), self.program.outputs, strict=True)
+        names = [o.name for value, o in pairs if o.kind is OutputKind.UPDATE and value in self.end]
+        return ancestors(shown[name][1] for name in names)
 
 
 def _pending_output(node: fx.Node) -> Output:

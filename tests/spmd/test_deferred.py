@@ -102,6 +102,24 @@ class Shadowed(MLP):
         return loss
 
 
+@dataclass(frozen=True)
+class PutBack(MLP):
+    """An attack on the weights, which are put back: the update reads the copy, and none of what it writes to."""
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        kept = {name: p.data.clone() for name, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            p.data = kept[name] + 0.01 * kept[name].sign()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        for name, p in model.named_parameters():
+            p.data = kept[name]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
 class Training:
     """A compiled step on one rank, and how many calls of it were made."""
 
@@ -188,6 +206,12 @@ def test_numbers_on_the_device_are_those_of_their_call(ranks: Ranks) -> None:
 def test_averages_batch_norms_and_micro_batches(ranks: Ranks, mode: dict[str, Any]) -> None:
     case = Averaged(sizes=(5, 3), rows=4, optimizer="SGD momentum")  # the bias before a batch norm has no gradient
     assert [differ for differ, _, _ in ranks.run(2, trained, case, mode, 3)] == [[]] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_are_put_back(ranks: Ranks, mode: dict[str, Any]) -> None:
+    case = PutBack(sizes=(5, 7, 3), rows=4, optimizer="SGD momentum")
+    assert [differ for differ, _, _ in ranks.run(2, trained, case, mode, 1, 2)] == [[]] * 2
 
 
 def _evaluate(model: nn.Module, x: Tensor) -> Tensor:
