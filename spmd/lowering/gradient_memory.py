@@ -2,7 +2,8 @@
 
 A program computes gradients in planned memory while those of the call before are still there, which a call that fails
 leaves as they are. Once state may be written and the parameters have let go of the old ones, the new ones are copied
-over them. Memory that anybody else has a look at (a tensor, a view of it, an array, a capsule) is theirs from then on.
+over them. Memory that anybody else has a look at (a tensor, a view of it, an array, a capsule, another process) is
+theirs from then on.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ class _Memory:
 
     @property
     def is_free(self) -> bool:
-        """Whether no other tensor refers to the memory, and nobody has freed it or made it longer."""
-        return storage_use_count(self.tensor) == 1 and self.tensor.untyped_storage().nbytes() == self.bytes
+        """Whether nobody else refers to the memory, here or in another process, or has freed it or made it longer."""
+        is_sent = self.tensor.device.type == "cpu" and self.tensor.is_shared()
+        is_whole = self.tensor.untyped_storage().nbytes() == self.bytes
+        return storage_use_count(self.tensor) == 1 and is_whole and not is_sent
 
 
 class GradientMemory:

@@ -125,6 +125,22 @@ def addresses(rank: int, world: int, mode: dict[str, Any]) -> list[list[bool]]:
     return found
 
 
+def again_in_shared_memory(rank: int, world: int, mode: dict[str, Any]) -> list[bool]:
+    """Whether gradients lie in memory that other processes see, in the call after one whose gradients are moved there.
+
+    As a queue of ``torch.multiprocessing`` moves what it sends.
+    """
+    case = Held()
+    model, optimizer = case.build()
+    step = spmd.compile(case.step, parallel_mode=spmd.DataParallel(**mode))
+    for k in range(3):
+        step(model, optimizer, *case.part(rank, k))
+        found = [local(parameter.grad).is_shared() for parameter in model.parameters()]
+        for parameter in model.parameters() if k == 1 else ():
+            local(parameter.grad).share_memory_()
+    return found
+
+
 MODES: dict[str, dict[str, Any]] = {
     "replicate": {"parallel_style": "replicate"},
     "fully_shard": {"parallel_style": "fully_shard"},
@@ -148,3 +164,8 @@ def test_what_is_added_to_a_gradient_between_calls_counts(ranks: Ranks, mode: st
 def test_a_gradient_lies_where_that_of_the_call_before_lay_unless_it_is_kept(ranks: Ranks, mode: str) -> None:
     for found in ranks.run(2, addresses, MODES[mode]):
         assert found == [[False] * 10, *[[True] * 10] * 2, [False, *[True] * 9], *[[True] * 10] * 2]
+
+
+@pytest.mark.parametrize("mode", ["replicate", "fully_shard"])
+def test_memory_that_other_processes_may_see_is_left_to_them(ranks: Ranks, mode: str) -> None:
+    assert ranks.run(2, again_in_shared_memory, MODES[mode]) == [[False] * 10] * 2
