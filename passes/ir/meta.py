@@ -123,6 +123,7 @@ KEYS: tuple[Key, ...] = (
             "passes/ir/check_bundle.py",
             "spmd/dump.py",
             _PARTITIONER,
+            "passes/memory/peak_memory.py",
             "passes/update",
             _ERRORS,
             "spmd/lowering/codegen.py",

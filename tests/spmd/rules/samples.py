@@ -9,6 +9,7 @@ import torch
 
 from passes.ir.ops import find
 from passes.runtime.ctc_loss import ctc_loss, ctc_loss_backward
+from passes.runtime.places_in_rows import places
 
 from .engine import Sample
 
@@ -435,6 +436,7 @@ def indexing() -> Iterator[tuple[Any, ...]]:
     yield "index_put", x, [rows, ints(6, 4)], f(4, 5)
     yield "index_put", x, [None, torch.tensor([0, 3])], f(4, 2, 5)
     yield "index_put", x, [torch.tensor([0, 3])], f(6, 5)
+    yield places, torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 1, 1]]) == 1, 2, "op"
     yield "one_hot", ints(7, 4, 5), 7
     yield "one_hot", ints(7, 4, 5)
     yield "bucketize.Tensor", x, torch.linspace(-1, 1, 4, dtype=torch.float64)
