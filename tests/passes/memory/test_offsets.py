@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from passes.memory.offsets import ALIGNMENT, SMALL, Block, Packed, aligned, live_bytes, pack, total
@@ -13,6 +13,7 @@ SIZES = st.one_of(st.integers(0, 200), st.integers(SMALL - 100, 5 * SMALL))
 BLOCKS = st.lists(
     st.builds(lambda size, first, more: Block(size, first, first + more), SIZES, *[st.integers(0, 20)] * 2)
 )
+steady = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])  # no clock, no chance
 
 
 def assert_apart(blocks: list[Block], offsets: list[int]) -> None:
@@ -26,11 +27,13 @@ def assert_apart(blocks: list[Block], offsets: list[int]) -> None:
             assert apart or not together
 
 
+@steady
 @given(BLOCKS)
 def test_what_lives_at_the_same_time_does_not_overlap(blocks: list[Block]) -> None:
     assert_apart(blocks, pack(blocks))
 
 
+@steady
 @given(BLOCKS, BLOCKS)
 def test_gaps_of_an_arena_that_comes_before_are_used(blocks: list[Block], others: list[Block]) -> None:
     before = Packed(blocks, pack(blocks))
@@ -45,11 +48,13 @@ def test_an_arena_that_is_read_late_holds_what_lives_early() -> None:
     assert pack([Block(64_000, 0, 7), Block(64_000, 0, 4), Block(64_000, 0, 3)], before) == [0, 64_000, 128_000]
 
 
+@steady
 @given(BLOCKS)
 def test_an_arena_is_between_what_lives_at_once_and_all_there_is(blocks: list[Block]) -> None:
     assert live_bytes(blocks) <= total(blocks, pack(blocks)) <= sum(aligned(block.size) for block in blocks)
 
 
+@steady
 @given(BLOCKS)
 def test_the_plan_depends_on_the_blocks_alone(blocks: list[Block]) -> None:
     assert pack(blocks) == pack(list(blocks))
