@@ -95,8 +95,8 @@ class Hooks:
         self.watch_calls()
         watched: list[Any] = [*self._modules.values(), *self._optimizers]
         for each in filter(takes_state_hooks, watched):
-            self._handles["state"].append(each.register_state_dict_pre_hook(self._before_state))
-            self._handles["state"].append(each.register_load_state_dict_pre_hook(self._before_state))
+            self._handles["state"].append(each.register_state_dict_pre_hook(_BeforeState(self)))
+            self._handles["state"].append(each.register_load_state_dict_pre_hook(_BeforeState(self)))
         for owner in watched:
             names = _METHODS["module" if isinstance(owner, nn.Module) else "optimizer"]
             self._methods += [_Method(owner, name, self) for name in names if name not in vars(owner)]
@@ -122,7 +122,8 @@ class Hooks:
         if any(self._handles.values()):
             _stale.append(self)
 
-    def _finish(self, kind: str) -> None:
+    def finish(self, kind: str) -> None:
+        """Finish the update, within a hook of this kind."""
         self._running = kind
         try:
             self.finisher.finish_pending()
@@ -131,14 +132,28 @@ class Hooks:
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if id(module) in self._modules:
-            self._finish("forward")
+            self.finish("forward")
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if any(each is optimizer for each in self._optimizers):
-            self._finish("step")
+            self.finish("step")
 
-    def _before_state(self, *_: Any) -> None:
-        self._finish("state")
+
+class _BeforeState:
+    """A hook before a state dict is made or loaded. It may outlive the update by a while, and nothing waits for a copy.
+
+    A module that is copied, or pickled, with it gets one that does nothing.
+    """
+
+    def __init__(self, hooks: Hooks | None) -> None:
+        self._hooks = hooks
+
+    def __call__(self, *_: Any) -> None:
+        if self._hooks is not None:
+            self._hooks.finish("state")
+
+    def __reduce__(self) -> Any:
+        return _BeforeState, (None,)
 
 
 class _Method:

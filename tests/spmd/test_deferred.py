@@ -240,6 +240,11 @@ LOOKS: dict[str, Callable[[Training, str], Any]] = {
     "deepcopy": lambda t, _: copy.deepcopy(t.objects),
     "pickle": lambda t, _: pickle.dumps(t.model),
     "pickle of a module around it": lambda t, _: pickle.dumps(nn.ModuleList([t.model])),
+    "state_dicts, then a copy and a pickle": lambda t, _: (
+        *(each.state_dict() for each in t.objects[:2]),
+        copy.deepcopy(t.objects)[0].state_dict(),
+        pickle.dumps(t.model),
+    ),
     "another step": lambda t, _: spmd.compile(_evaluate)(t.model, t.case.part(0, 0)[0]),
     "save": lambda t, folder: spmd.save(folder, model=t.model),
     "save and load": lambda t, folder: _save_and_load(t.model, folder),
