@@ -133,6 +133,9 @@ REFUSED: dict[str, Excludes] = {
     "expected no gm_transformation with defer_updates=True": lambda row: (
         _has(row, "deferral", "yes") and _has(row, "backend", "graph copied")
     ),
+    "defer_updates=True takes a pipeline with passes.UpdateInPlace": lambda row: (
+        _has(row, "deferral", "yes") and _has(row, "backend", "no passes")
+    ),
     "expected no memory with defer_updates=True": lambda row: (
         _has(row, "memory", "1GB") and _has(row, "deferral", "yes")
     ),
