@@ -18,12 +18,12 @@ def reached(start: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.No
     return found
 
 
-def inputs(node: fx.Node) -> list[fx.Node]:
+def arguments_of(node: fx.Node) -> list[fx.Node]:
     """The nodes that are its arguments."""
     return node.all_input_nodes
 
 
-def ancestors(found: Iterable[fx.Node], reads: Callable[[fx.Node], Iterable[fx.Node]] = inputs) -> set[fx.Node]:
+def ancestors(found: Iterable[fx.Node], reads: Callable[[fx.Node], Iterable[fx.Node]] = arguments_of) -> set[fx.Node]:
     """``found`` and all nodes that one of them depends on, where a node ``reads`` others."""
     return set(reached(found, reads))
 

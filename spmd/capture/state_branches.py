@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import Input, Role
-from passes.analysis.reachability import ancestors, inputs
+from passes.analysis.reachability import ancestors, arguments_of
 from passes.ir.ops import Trait, has
 from passes.ir.schemas import schema
 
@@ -158,7 +158,7 @@ def _follows_from(node: fx.Node, source: fx.Node) -> bool:
     return False
 
 
-def with_writes(needed: set[fx.Node], reads: Callable[[fx.Node], Iterable[fx.Node]] = inputs) -> set[fx.Node]:
+def with_writes(needed: set[fx.Node], reads: Callable[[fx.Node], Iterable[fx.Node]] = arguments_of) -> set[fx.Node]:
     """These nodes, the ops that write into one of them, or into a view of one, and what those ``reads``."""
     graph = next(iter(needed)).graph
     while True:

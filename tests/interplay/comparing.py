@@ -113,7 +113,7 @@ def _compiled(values: Mapping[str, str], stack: ExitStack) -> Any:
         options["passes"] = ()
     if values["memory"] != "any":
         options["memory"] = values["memory"]
-    if values["cache"] == "warm":
+    if values["cache"] == "written":
         options["cache"] = stack.enter_context(tempfile.TemporaryDirectory())
     return spmd.compile(step_of(values), parallel_mode=_mode(values), **options)
 

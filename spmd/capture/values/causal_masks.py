@@ -20,6 +20,7 @@ from ..._torch import TorchFunctionMode, disable_modes, version_of
 from .known_values import known_value
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # those that may come by position
+_SIDES = ("query", "key")  # those of a mask
 _LARGEST = 1 << 26  # elements: each call of the step would make as many
 _of_heads = inspect.signature(F.multi_head_attention_forward).bind
 
@@ -36,24 +37,24 @@ class CausalMasks(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-            lengths = [each.shape[-2] for each in (given["query"], given["key"])]
-            if not given.get("is_causal") and self._is_causal(given.get("attn_mask"), lengths, hidden=False):
+            mask = None if given.get("is_causal") else given.get("attn_mask")
+            if mask is not None and self._is_causal(mask, [given[x].shape[-2] for x in _SIDES], hidden=False):
                 return func(**given | {"attn_mask": None, "is_causal": True})
         if func is F.multi_head_attention_forward:
             given = _of_heads(*args, **kwargs).arguments
             others = [given.get(x) for x in ("key_padding_mask", "bias_k", "add_zero_attn", "is_causal")]
             is_alone = not given.get("need_weights", True) and all(x is None or x is False for x in others)
-            lengths = [len(given[x]) for x in ("query", "key")]
-            if is_alone and self._is_causal(given.get("attn_mask"), lengths, hidden=True):
+            mask = given.get("attn_mask") if is_alone else None
+            if mask is not None and self._is_causal(mask, [len(given[x]) for x in _SIDES], hidden=True):
                 return func(**given | {"is_causal": True})  # for which it leaves out the mask
         return func(*args, **kwargs)
 
-    def _is_causal(self, mask: Tensor | None, lengths: Sequence[int], hidden: bool) -> bool:
+    def _is_causal(self, mask: Tensor, lengths: Sequence[int], hidden: bool) -> bool:
         """Whether each query sees itself and what comes before it; ``hidden``: what a mask of bools is true for.
 
         ``lengths``: of queries and of keys. A mask of one position is expanded to all of them, and hides none.
         """
-        if mask is None or [*mask.shape[-2:]] != lengths:
+        if [*mask.shape[-2:]] != lengths:
             return False
         found = self._found[hidden]
         version, is_causal = found.get(mask, (-1, False))
