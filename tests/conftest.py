@@ -37,6 +37,15 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[Ranks]:
+    """Like ``ranks``, on two hosts with a link: the first half of a job's ranks on one, the others on the other."""
+    from .harness.two_hosts import pool_on_two_hosts
+
+    with pool_on_two_hosts() as pool:
+        yield pool
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """No process group before the test, and none after it."""
@@ -104,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not _is_exhaustive(item)]
     for item in items:
         assert isinstance(item, pytest.Function)
-        if "ranks" not in item.fixturenames and not {"slow", "processes"} & set(item.keywords):
+        if not {"ranks", "hosts"} & set(item.fixturenames) and not {"slow", "processes"} & set(item.keywords):
             item.add_marker("quick")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -6,7 +6,6 @@ import contextlib
 import json
 import multiprocessing
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import checkpoints, resident, roles
 from benchmarks.peers import memory
 from benchmarks.peers.models import SMOKE, build
-from benchmarks.peers.network import NoNetworkError, connect, left_over
+from benchmarks.peers.network import NoNetworkError, connect
 from benchmarks.peers.race import Result, compare
 from benchmarks.peers.systems import System, eager
 from benchmarks.peers.table import speedup, table
@@ -192,9 +191,14 @@ def test_the_hosts_of_a_network_are_removed() -> None:
             network = stack.enter_context(connect("1gbit"))
         except NoNetworkError as missing:
             pytest.skip(str(missing))
-        assert sorted(left_over()) == sorted(network.hosts)
-        assert "rate 1Gbit" in subprocess.check_output(["tc", "-n", network.hosts[0], "qdisc"], text=True)
-    assert not left_over()
-    with pytest.raises(NoNetworkError, match="fast"), connect("fast"):
+        assert "rate 1Gbit" in network.on(1, "tc", "qdisc")
+        assert all(map(runs, network.hosts))
+    assert not any(map(runs, network.hosts))
+    with pytest.raises(NoNetworkError, match="fast") as refused, connect("fast"):
         pass  # not a rate to tc
-    assert not left_over()
+    (host,) = map(int, re.findall(r"--target (\d+)", str(refused.value)))
+    assert not runs(host)
+
+
+def runs(process: int) -> bool:
+    return Path(f"/proc/{process}").exists()

@@ -90,7 +90,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--figures", nargs="+", choices=PARTS, default=PARTS, help="by default all")
     parser.add_argument("--model", choices=MODELS, default=SMALL.name, help="%(default)s")
     parser.add_argument("--ranks", type=int, default=2, help="%(default)s")
-    parser.add_argument("--network", default="loopback", help="or the rate of a link between two hosts, as root")
+    parser.add_argument("--network", default="loopback", help="or the rate of a link between two hosts")
     parser.add_argument("--beside", type=float, default=0.0, metavar="SHARE", help="keep a core busy: 0.5 is half")
     parser.add_argument("--line", action="store_true", help="print one line, for the notes of a release")
     parser.add_argument("--json", type=Path, help="also write all pairs and the verdicts to this file")

@@ -4,7 +4,7 @@
 
 The losses of every system are first compared with those of the whole batch on one device; a system that differs fails.
 Then all take their rounds in turn. A time is the median over rounds, and that of the slowest rank in a round. Each rank
-has one core; a network given as a rate connects two hosts that are made for the run (as root).
+has one core; a network given as a rate connects two hosts that are made for the run.
 
 ms/step                the median time of a step
 min - max              of all rounds

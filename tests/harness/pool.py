@@ -4,7 +4,8 @@ A job is a top-level function ``job(rank, world, *args)`` of a test module; ``Ra
 returns what each rank returned. Processes are forked from one server that imports torch and has compiled before
 (``warm.py``); each job gets a process group of its own, so that one pool serves every world size. An error on a rank
 comes back as ``RankError`` with that rank's traceback; a rank that hangs is named, with its stack. A process that
-failed is replaced, so that it cannot harm the next job.
+failed is replaced, so that it cannot harm the next job. Workers may live on hosts of a network, in turn; a job's ranks
+are those of the first host, then those of the next, as a launcher numbers them.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .worker import Done, Failed, Outcome, Task, packed, serve, unpacked
+
+if TYPE_CHECKING:
+    from benchmarks.peers.network import Network
 
 PRELOADED = ["tests.harness.worker", "tests.harness.warm"]  # by the server that forks processes
 
@@ -43,8 +47,9 @@ class Worker:
 
 @dataclass
 class Ranks:
-    """The pool. Workers start when a job first needs them."""
+    """The pool. Workers start when a job first needs them, on the hosts of ``network`` if there are any."""
 
+    network: Network | None = None
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ranks-")))
     workers: list[Worker] = field(default_factory=list)
     jobs: int = 0
@@ -68,10 +73,11 @@ class Ranks:
             self.workers.append(self._start(len(self.workers)))
         self.jobs += 1
         store = self.folder / f"store-{self.jobs}" if process_group else None
-        for rank in range(world):
+        numbers = self._workers_of(world)
+        for rank, number in enumerate(numbers):
             task = Task(rank, world, store, timeout, packed((job, args)))
-            self.workers[rank].pipe.send_bytes(packed((sys.path, task)))
-        outcomes = self._collect(world, timeout, grace)
+            self.workers[number].pipe.send_bytes(packed((sys.path, task)))
+        outcomes = self._collect(numbers, timeout, grace)
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
         if failures:
             raise RankError(_summary(outcomes, min(failures, key=lambda failure: failure.when)))
@@ -87,33 +93,40 @@ class Ranks:
         self.workers.clear()
         shutil.rmtree(self.folder)
 
-    def _start(self, rank: int) -> Worker:
+    def _workers_of(self, world: int) -> list[int]:
+        """The number of each rank's worker: with two hosts, the even ones are on the first."""
+        hosts = max(1, len(self.network.hosts)) if self.network else 1
+        return sorted(range(world), key=lambda number: number % hosts)
+
+    def _start(self, number: int) -> Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         ours, theirs = context.Pipe()
-        stacks = self.folder / f"stacks-{rank}"
-        process = context.Process(target=serve, args=(theirs, stacks), name=f"rank {rank}", daemon=True)
+        stacks = self.folder / f"stacks-{number}"
+        given = (theirs, stacks, self.network, number)
+        process = context.Process(target=serve, args=given, name=f"worker {number}", daemon=True)
         process.start()
         theirs.close()
         return Worker(process, ours, stacks)
 
-    def _collect(self, world: int, timeout: float, grace: float) -> list[Outcome]:
+    def _collect(self, numbers: list[int], timeout: float, grace: float) -> list[Outcome]:
+        """The outcome of each of these workers."""
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout + grace
-        while len(outcomes) < world:
-            pipes = {self.workers[rank].pipe: rank for rank in range(world) if rank not in outcomes}
+        while len(outcomes) < len(numbers):
+            pipes = {self.workers[number].pipe: number for number in numbers if number not in outcomes}
             ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
             if not ready:
-                outcomes |= {rank: self._give_up(rank, timeout) for rank in pipes.values()}
+                outcomes |= {number: self._give_up(number, timeout) for number in pipes.values()}
             for pipe in ready:
-                rank = pipes[pipe]  # type: ignore[index]
-                outcomes[rank] = self._receive(rank)
-                if isinstance(outcomes[rank], Failed):
+                number = pipes[pipe]  # type: ignore[index]
+                outcomes[number] = self._receive(number)
+                if isinstance(outcomes[number], Failed):
                     deadline = min(deadline, time.monotonic() + grace)
-        return [outcomes[rank] for rank in range(world)]
+        return [outcomes[number] for number in numbers]
 
-    def _receive(self, rank: int) -> Outcome:
-        worker = self.workers[rank]
+    def _receive(self, number: int) -> Outcome:
+        worker = self.workers[number]
         try:
             outcome = unpacked(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -122,24 +135,24 @@ class Ranks:
             outcome = Failed(text, 0.0)  # the others may have reported the loss of its connection before
         assert isinstance(outcome, (Done, Failed))
         if isinstance(outcome, Failed) or outcome.is_worn:
-            self._replace(rank)  # a transport that gave up in the middle may have left anything behind
+            self._replace(number)  # a transport that gave up in the middle may have left anything behind
         return outcome
 
-    def _give_up(self, rank: int, timeout: float) -> Failed:
+    def _give_up(self, number: int, timeout: float) -> Failed:
         """Kill a rank that hangs, after it has written its stack."""
-        worker = self.workers[rank]
+        worker = self.workers[number]
         assert worker.process.pid is not None
         os.kill(worker.process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # its signal handler writes the stack
         stack = worker.stacks.read_text()
-        self._replace(rank)
+        self._replace(number)
         return Failed(f"no answer within {timeout:g} s (nor soon after another rank failed); it was in\n{stack}")
 
-    def _replace(self, rank: int) -> None:
-        self.workers[rank].process.kill()
-        self.workers[rank].process.join()
-        self.workers[rank].pipe.close()
-        self.workers[rank] = self._start(rank)
+    def _replace(self, number: int) -> None:
+        self.workers[number].process.kill()
+        self.workers[number].process.join()
+        self.workers[number].pipe.close()
+        self.workers[number] = self._start(number)
 
 
 def _summary(outcomes: list[Outcome], first: Failed) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ import spmd
 from spmd._torch import gloo_of_one_worker
 
 from .torch_state import torch_state
+
+if TYPE_CHECKING:
+    from benchmarks.peers.network import Network
 
 _WORN = 14  # threads of gloo, each of which wakes up often: a program on two axes leaves some, a call that failed, too
 
@@ -58,11 +61,14 @@ class Failed:
 Outcome = Done | Failed
 
 
-def serve(pipe: Connection, stacks: Path) -> None:
+def serve(pipe: Connection, stacks: Path, network: Network | None, number: int) -> None:
     """Run jobs until the pipe closes. ``stacks`` gets what a job prints to stderr, and its stack on a signal.
 
-    These are ``SIGUSR1``, for Python's stack, and fatal ones, for those of all native threads, too.
+    These are ``SIGUSR1``, for Python's stack, and fatal ones, for those of all native threads, too. ``number``: which
+    worker this is; it enters its host of the network, if there are any.
     """
+    if network is not None:
+        network.enter(number)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with stacks.open("a") as file, gloo_of_one_worker():  # two of torch's corrupt memory, once in some thousand jobs
