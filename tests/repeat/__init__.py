@@ -1,0 +1,1 @@
+"""Tests again and again, in other orders and on a busy machine: which of them are not steady."""
