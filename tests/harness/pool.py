@@ -83,6 +83,11 @@ class Ranks:
             raise RankError(_summary(outcomes, min(failures, key=lambda failure: failure.when)))
         return [unpacked(outcome.value) for outcome in outcomes if isinstance(outcome, Done)]
 
+    def renew(self) -> None:
+        """Replace every worker by a new process."""
+        for rank in range(len(self.workers)):
+            self._replace(rank)
+
     def close(self) -> None:
         """End every worker and remove what they wrote."""
         for worker in self.workers:

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from ..harness.pool import RankError, Ranks
-from .array import differing, rows
-from .comparing import differences, world
+from .array import differing, plain_row, rows, rows_of_triples
+from .dimensions import Row
+from .running import found_in
 
 
 def main() -> None:
@@ -19,32 +20,44 @@ def main() -> None:
     command.add_argument("--results", type=Path, default=Path("runs/interplay.jsonl"), help="a line for each row")
     command.add_argument("--row", type=int, help="one row alone, by its number")
     command.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after that time")
+    command.add_argument("--triples", type=int, help="in place of all pairs, a number of rows of triples, by the seed")
+    command.add_argument("--only", help='one row alone, by what is not plain: "mesh=3, cache=warm"')
     given = command.parse_args()
     given.results.parent.mkdir(parents=True, exist_ok=True)
+    chosen = _chosen(given)
     known = set()
     if given.results.exists():
-        known = {(each["seed"], each["row"]) for each in map(json.loads, given.results.read_text().splitlines())}
+        known = {str(json.loads(line)["values"]) for line in given.results.read_text().splitlines()}
     pool, began = Ranks(), time.monotonic()
     try:
-        for number, row in enumerate(rows(given.seed)):
-            if (given.seed, number) in known or given.row not in (None, number):
+        for number, row in enumerate(chosen):
+            if str(row) in known or given.row not in (None, number):
                 continue
             if time.monotonic() - began > given.seconds:
                 break
             started = time.monotonic()
             try:
-                found = pool.run(world(row), differences, row)
-                lines = sorted({line for lines in found for line in lines})
+                lines = found_in(pool, row)
             except RankError as error:
                 lines = [f"raised: {error}"]
             seconds = time.monotonic() - started
-            print(f"{number:3} {seconds:5.1f} s {' '.join(differing(row).values())}", flush=True)
+            print(f"{number:3} {seconds:5.1f} s {_described(row)}", flush=True)
             for line in lines[:4]:
                 print("       ", line[:600], flush=True)
             with given.results.open("a") as file:
                 file.write(json.dumps({"seed": given.seed, "row": number, "values": row, "found": lines}) + "\n")
     finally:
         pool.close()
+
+
+def _chosen(given: argparse.Namespace) -> list[Row]:
+    if given.only is not None:
+        return [plain_row(**dict(each.strip().split("=") for each in given.only.split(",") if each.strip()))]
+    return rows(given.seed) if given.triples is None else rows_of_triples(given.seed, given.triples)
+
+
+def _described(row: Row) -> str:
+    return ", ".join(f"{name}={value}" for name, value in differing(row).items())
 
 
 if __name__ == "__main__":

@@ -69,6 +69,26 @@ def rows(seed: int = 0) -> list[Row]:
     return found
 
 
+def rows_of_triples(seed: int, count: int) -> list[Row]:
+    """Some rows, each with three values that are together in none before it, drawn at random."""
+    draw, had, found = random.Random(seed), set[frozenset[tuple[str, str]]](), list[Row]()
+    while len(found) < count:
+        begun = {name: draw.choice(DIMENSIONS[name]) for name in draw.sample([*DIMENSIONS], 3)}
+        row = None if frozenset(begun.items()) in had else completed(begun, draw)
+        if row is not None:
+            found.append({dimension: row[dimension] for dimension in DIMENSIONS})
+            had |= {frozenset(each) for each in combinations(row.items(), 3)}
+    return found
+
+
+def plain_row(**values: str) -> Row:
+    """The row with these values, and else the first one of each dimension."""
+    row = {name: values.pop(name, first) for name, (first, *_) in DIMENSIONS.items()}
+    if values or not all(value in DIMENSIONS[name] for name, value in row.items()):
+        raise ValueError(f"expected values of dimensions.py, got {values or row}")
+    return row
+
+
 def refused_row(sentence: str) -> Row:
     """The plainest row that is refused by one sentence of ``REFUSED``, and by no other."""
     plain = {name: values[0] for name, values in DIMENSIONS.items()}

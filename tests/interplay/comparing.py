@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ import spmd
 
 from ..harness.messages import messages
 from ..harness.oracle import Snapshot, all_unequal, snapshot
+from .between import FAILED, Batch, Compiled, Plain
+from .effects import budgets_of_values, counted_traces, each_rank_traces, missing, tight
+from .overrides import OVERRIDES
 from .training import CALLS, Training, batch, step_of
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any] | None]] = {
@@ -30,6 +34,14 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any] | None]] = {
     "stages": ({"pp": 2}, {"stages": "pp"}),
     "stages x batch": ({"pp": 2, "dp": 2}, {"stages": "pp", "batch": "dp"}),
 }
+_FP32 = torch.float32
+_WIRE: dict[str, dict[str, Any]] = {
+    "own": {},
+    "reduced in fp32": {"reduce_dtype": _FP32},
+    "gathered in fp32": {"gather_dtype": _FP32},
+    "computed in fp32": {"mp_policy": spmd.MixedPrecisionPolicy(_FP32, torch.float64, output_dtype=torch.float64)},
+}
+_RTOL, _ATOL = 2e-5, 2e-6  # in fp64, of what was rounded to fp32 on its way
 _SPLIT = {"*.layer.weight": {"tp": torch.distributed.tensor.Shard(0)}}
 
 
@@ -41,27 +53,56 @@ def world(values: Mapping[str, str]) -> int:
     return found
 
 
-def differences(rank: int, count: int, values: Mapping[str, str]) -> list[str]:
-    """A job of a rank: a line for each value that differs from the plain step's; what was raised, as its one line."""
+def differences(
+    rank: int, count: int, values: Mapping[str, str], folder: Path, calls: range = range(CALLS), is_warm: bool = False
+) -> list[str]:
+    """A job of a rank: a line for each value that differs from the plain step's; what was raised, as its one line.
+
+    ``folder``: what the processes of a row have in common. ``calls``: those of this process, which takes the state from
+    there but for the first. ``is_warm``: an earlier process has made the same calls, so that nothing is traced.
+    """
     axes = MESHES[values["mesh"]][0]
     parts = [part_of(axes, other) for other in range(count)]
-    whole = _run(values, step_of(values), [_joined(values, len(set(parts)), call) for call in range(CALLS)])
+    whole = [_joined(values, len(set(parts)), call) for call in range(CALLS)]
+    want = _run(values, step_of(values), whole, Plain(), range(CALLS))[calls.start : calls.stop]
     own = [batch(values, part_of(axes, rank), call) for call in range(CALLS)]
     with ExitStack() as stack:
         if values["transport"] == "messages":
             stack.enter_context(messages(rank))
         try:
-            got = _run(values, _compiled(values, stack), own)
+            found, got = _compiled_run(rank, count, values, own, folder, calls, is_warm)
         except (passes.SpmdError, ValueError, TypeError) as error:
             return [f"refused: {type(error).__name__}: {' '.join(str(error).split())}"]
-    return all_unequal(whole, got, parts[rank], len(set(parts)))
+    tolerance = (_RTOL, _ATOL) if values["wire"] != "own" else ()
+    return [*found, *all_unequal(want, got, parts[rank], len(set(parts)), *tolerance)]
+
+
+def _compiled_run(
+    rank: int, count: int, values: Mapping[str, str], own: list[Batch], folder: Path, calls: range, is_warm: bool
+) -> tuple[list[str], list[Snapshot]]:
+    """What went other than it should in the calls of this process, and what a user sees after each."""
+    beside = Compiled(values, rank, count, folder / "checkpoint", lambda row: compiled(row, folder))
+    with ExitStack() as stack:
+        traces = stack.enter_context(counted_traces())
+        budget: int | None = None
+        if values["cache"] == "each rank":
+            stack.enter_context(each_rank_traces())
+        if values["memory"] == "tight":
+            stack.enter_context(budgets_of_values())
+            wide = values | {"memory": "1GB", "between": "nothing"}
+            _run(wide, probe := compiled(wide, folder), own, beside, range(CALLS))
+            budget = tight(probe)
+        step = compiled(values, folder, budget)
+        got = _run(values, step, own, beside, calls)
+        return [*beside.found, *missing(values, step, len(traces), is_warm)], got
 
 
 def refusal(values: Mapping[str, str]) -> str:
     """The text of the error with which a row is refused, on the first rank; '' if it is not."""
     try:
-        with ExitStack() as stack:
-            step, training = _compiled(values, stack), Training.of(values)
+        with tempfile.TemporaryDirectory() as folder:
+            step, training = compiled(values, Path(folder)), Training.of(values)
+            annotate(values["annotations"], training.model)
             step(*training.arguments(), *batch(values, 0, 0))
     except (passes.SpmdError, ValueError, TypeError) as error:
         return " ".join(str(error).split())
@@ -84,37 +125,75 @@ def _joined(values: Mapping[str, str], parts: int, call: int) -> tuple[Any, ...]
     return tuple(map(torch.cat, zip(*(batch(values, part, call) for part in range(parts)), strict=True)))
 
 
-def _run(values: Mapping[str, str], step: Any, batches: list[tuple[Any, ...]]) -> list[Snapshot]:
+def _run(
+    values: Mapping[str, str], step: Any, batches: list[Batch], beside: Plain | Compiled, calls: range
+) -> list[Snapshot]:
+    """What a user sees after each of the calls, of which the first is that of a process."""
     torch.manual_seed(0)
-    training, seen = Training.of(values), []
-    _annotate(values, training.model, step)
-    for call, given in enumerate(batches):
+    training, seen = _fresh(values, step), []
+    if calls.start:
+        beside.load(training)
+    for call in calls:
         if values["between"] == "second model" and call == 2:
-            other = Training.of(values)
-            _annotate(values, other.model, step)
-            step(*other.arguments(), *given)
-        result = step(*training.arguments(), *given)
+            step(*_fresh(values, step).arguments(), *batches[call])
+        result = step(*training.arguments(), *batches[call])
         seen.append(snapshot((result, [*training.log]), training.arguments()[:3]))
         training.after(call)
+        if call == 1:
+            training = _between(values, step, batches, beside, training)
     return seen
 
 
-def _annotate(values: Mapping[str, str], model: nn.Module, step: Any) -> None:
-    if values["annotations"] != "none" and isinstance(step, spmd.CompiledStep):
-        getattr(spmd, values["annotations"])(model.get_submodule("blocks.1"))
+def _fresh(values: Mapping[str, str], step: Any) -> Training:
+    training = Training.of(values)
+    if isinstance(step, spmd.CompiledStep):
+        annotate(values["annotations"], training.model)
+    return training
 
 
-def _compiled(values: Mapping[str, str], stack: ExitStack) -> Any:
-    """The compiled step of a row."""
+def _between(
+    values: Mapping[str, str], step: Any, batches: list[Batch], beside: Plain | Compiled, training: Training
+) -> Training:
+    """What happens between two calls that is not of plain torch alone; returns the training that goes on."""
+    if values["between"] == "checkpoint":
+        other_step, other = beside.other_step(step), Training.of(values)
+        for given in batches[:1] * 2:
+            other_step(*other.arguments(), *given)
+        beside.save(other)
+        beside.load(training)
+    if values["between"] == "new process":
+        beside.save(training)
+        training = _fresh(values, step)
+        beside.load(training)
+    if values["between"] in FAILED:
+        beside.fail(step, training, batches[2])
+    return training
+
+
+def annotate(how: str, model: nn.Module) -> None:
+    """Mark one block."""
+    block = model.get_submodule("blocks.1")
+    if how == "offloaded":
+        spmd.fully_shard(block, offload_policy=spmd.OffloadPolicy())
+    elif how != "none":
+        getattr(spmd, how)(block)
+
+
+def compiled(values: Mapping[str, str], folder: Path, memory: int | str | None = None) -> Any:
+    """The compiled step of a row. ``memory``: the budget, where that of a row is tight."""
     options: dict[str, Any] = {}
     if values["backend"] == "graph copied":
         options["gm_transformation"] = lambda graph_module: torch.fx.GraphModule(graph_module, graph_module.graph)
     if values["backend"] == "no passes":
         options["passes"] = ()
     if values["memory"] != "any":
-        options["memory"] = values["memory"]
-    if values["cache"] == "written":
-        options["cache"] = stack.enter_context(tempfile.TemporaryDirectory())
+        options["memory"] = memory or "1GB"
+    if values["cache"] in ("written", "warm"):
+        options["cache"] = folder / "cache"
+    if values["dynamic"] == "named":
+        options["dynamic"] = {name: {0: "rows", 1: "length"} for name in ("x", "y")}
+    if values["override"] != "none":
+        options["module_override"] = [OVERRIDES[values["override"]]()]
     return spmd.compile(step_of(values), parallel_mode=_mode(values), **options)
 
 
@@ -133,5 +212,6 @@ def _mode(values: Mapping[str, str]) -> spmd.DataParallel:
     given |= {"schedule": values["schedule"]}
     given |= {"attention": values["attention"]} if values["attention"] != "any" else {}
     given |= {"defer_updates": True} if values["deferral"] == "yes" else {}
+    given |= _WIRE[values["wire"]]
     given |= {"offload_policy": spmd.OffloadPolicy()} if values["offload"] == "yes" else {}
     return spmd.DataParallel(**given)

@@ -10,7 +10,8 @@ Row = dict[str, str]  # a value of each dimension
 DIMENSIONS: dict[str, tuple[str, ...]] = {
     "mesh": ("2", "3", "1", "2x2", "tensor", "sequence", "sequence x batch", "experts", "stages", "stages x batch"),
     "style": ("replicate", "fully_shard", "kept whole", "default", "shard_optimizer"),
-    "annotations": ("none", "fully_shard", "replicate"),
+    "annotations": ("none", "fully_shard", "replicate", "offloaded"),
+    "wire": ("own", "reduced in fp32", "gathered in fp32", "computed in fp32"),
     "micro_batches": ("1", "2", "4"),
     "reduce": ("once", "each"),
     "bits": ("any", "same"),
@@ -19,8 +20,10 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "transport": ("memory", "messages"),
     "deferral": ("no", "yes"),
     "offload": ("no", "yes"),
-    "memory": ("any", "1GB"),
-    "cache": ("off", "written"),
+    "memory": ("any", "1GB", "tight"),
+    "cache": ("one rank for all", "each rank", "written", "warm"),
+    "dynamic": ("found", "named"),
+    "override": ("none", "replacement", "transform"),
     "backend": ("aten", "graph copied", "no passes"),
     "clears": ("last", "first", "each second", "each second, clipped"),
     "optimizer": ("SGD", "momentum", "AdamW", "fused AdamW", "Adafactor", "two groups and a schedule"),
@@ -30,7 +33,8 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "rows": ("even", "short third", "uneven", "other length"),
     "between": (
         *("nothing", "eval", "parameter", "state in place", "state replaced", "learning rate", "freeze", "load"),
-        *("copy", "second model", "gradient"),
+        *("copy", "second model", "gradient", "weight decay", "group added", "checkpoint", "new process"),
+        *("failed call", "failed on one rank", "raised and recovered"),
     ),
 }
 
@@ -38,6 +42,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
 DECIDING = (
     *("mesh", "style", "micro_batches", "transport", "bits", "reduce", "deferral", "model", "loss"),
     *("annotations", "offload", "memory", "backend", "clears", "schedule", "attention"),
+    *("wire", "override", "cache", "between", "op"),
 )
 
 Excludes = Callable[[Mapping[str, str]], bool]
@@ -51,6 +56,11 @@ def is_possible(row: Mapping[str, str]) -> bool:
 def why_impossible(row: Mapping[str, str]) -> set[str]:
     """The names of all that excludes a row."""
     return {name for table in (UNWRITTEN, REFUSED) for name, excludes in table.items() if excludes(row)}
+
+
+def is_kept(row: Mapping[str, str]) -> bool:
+    """Whether the cache takes the steps of a row, so that a process that starts warm traces nothing."""
+    return not any(excludes(row) for excludes in NOT_KEPT.values())
 
 
 def _has(row: Mapping[str, str], dimension: str, *values: str) -> bool:
@@ -81,6 +91,23 @@ UNWRITTEN: dict[str, Excludes] = {
     ),
     "experts are of a mixture": lambda row: _has(row, "mesh", "experts") and _lacks(row, "model", "mixture"),
     "updates are deferred over messages": lambda row: _has(row, "deferral", "yes") and _has(row, "transport", "memory"),
+    "one rank has no others": lambda row: (
+        _has(row, "mesh", "1")
+        and (
+            _has(row, "cache", "each rank")
+            or _has(row, "wire", "reduced in fp32", "gathered in fp32")
+            or _has(row, "between", "failed on one rank")
+        )
+    ),
+    "a number that is rounded may have another floor": lambda row: (
+        _lacks(row, "wire", "own") and _has(row, "op", "floor", "remainder")
+    ),
+    "a stage on one rank reduces and gathers nothing": lambda row: (
+        _has(row, "mesh", "stages") and _has(row, "wire", "reduced in fp32", "gathered in fp32")
+    ),
+    "a pipeline computes nothing again for a budget": lambda row: (
+        _has(row, "mesh", *_STAGES) and _has(row, "memory", "tight")
+    ),
     "the kernel of attention has no second derivative": lambda row: (
         _has(row, "model", "tied") and _has(row, "loss", "penalty")
     ),
@@ -127,6 +154,16 @@ REFUSED: dict[str, Excludes] = {
         and _has(row, "bits", "same")
         and (_lacks(row, "style", "replicate") or _has(row, "annotations", "fully_shard"))
     ),
+    # The same words with no more than an annotation, which is looked at later.
+    'expected no offload_policy with bits="same" where state is split: leave out one of them': lambda row: (
+        _has(row, "annotations", "offloaded") and _has(row, "bits", "same")
+    ),
+    'expected gradients to be reduced in their own dtype with bits="same"': lambda row: (
+        _has(row, "wire", "reduced in fp32") and _has(row, "bits", "same")
+    ),
+    "expected no transform with stages": lambda row: (
+        _has(row, "mesh", *_STAGES) and _has(row, "override", "transform")
+    ),
     "so that its gradients cannot be deferred": lambda row: (
         _has(row, "deferral", "yes") and _lacks(row, "clears", "last")
     ),
@@ -137,7 +174,7 @@ REFUSED: dict[str, Excludes] = {
         _has(row, "deferral", "yes") and _has(row, "backend", "no passes")
     ),
     "expected no memory with defer_updates=True": lambda row: (
-        _has(row, "memory", "1GB") and _has(row, "deferral", "yes")
+        _lacks(row, "memory", "any") and _has(row, "deferral", "yes")
     ),
     "is a sum over the whole batch that each micro-batch needs": lambda row: (
         _lacks(row, "micro_batches", "1")
@@ -149,10 +186,25 @@ REFUSED: dict[str, Excludes] = {
         and (_has(row, "model", "batch norm") or _has(row, "loss", "penalty"))
         and _has(row, "bits", "same")
     ),
+    '"replicate" gathers no parameters, unless it has shard_optimizer=True': lambda row: (
+        _has(row, "wire", "gathered in fp32") and _has(row, "style", "replicate")
+    ),
     'bits="same" with micro_batches=4 takes a virtual part for each of them': lambda row: (
         _has(row, "bits", "same") and _has(row, "micro_batches", "4") and _has(row, "mesh", "2x2")
     ),
     "memory= recomputes values before FormUnits": lambda row: (
-        _has(row, "memory", "1GB") and _has(row, "backend", "no passes")
+        _lacks(row, "memory", "any") and _has(row, "backend", "no passes")
     ),
+}
+
+# What a cache does not take, by what docs/guide.md says of it.
+NOT_KEPT: dict[str, Excludes] = {
+    "overrides": lambda row: _lacks(row, "override", "none"),
+    "gm_transformation": lambda row: _has(row, "backend", "graph copied"),
+    "a budget": lambda row: _lacks(row, "memory", "any"),
+    "deferral": lambda row: _has(row, "deferral", "yes"),
+    "micro-batches": lambda row: _lacks(row, "micro_batches", "1"),
+    "annotations": lambda row: _lacks(row, "annotations", "none"),
+    "Python state": lambda row: _has(row, "model", "log"),
+    "unequal rows": lambda row: _has(row, "rows", "uneven"),
 }

@@ -7,8 +7,9 @@ import pytest
 from ..harness.fake import fake_world
 from ..harness.pool import Ranks
 from .array import covered, differing, pairs, refused_row, rows
-from .comparing import differences, refusal, world
+from .comparing import refusal, world
 from .dimensions import DIMENSIONS, REFUSED, is_possible
+from .running import found_in
 
 RUN = 4  # rows in the default run
 
@@ -31,7 +32,7 @@ def test_each_possible_pair_of_values_is_in_a_row(array: list[dict[str, str]]) -
 @pytest.mark.parametrize("number", range(RUN))
 def test_rows_compute_what_the_plain_step_computes(number: int, array: list[dict[str, str]], ranks: Ranks) -> None:
     row = array[number]
-    found = sorted({line for lines in ranks.run(world(row), differences, row) for line in lines})
+    found = found_in(ranks, row)
     assert not found, "\n".join([f"{differing(row)}", *found[:20]])
 
 

@@ -129,7 +129,8 @@ class Training:
     def of(cls, values: Mapping[str, str]) -> Training:
         """A fresh one."""
         model = Net(values["model"], values["op"]).double()
-        optimizer = optimizer_of(values["optimizer"], model)
+        left = model.get_submodule("blocks.3.layer") if values["between"] == "group added" else None
+        optimizer = optimizer_of(values["optimizer"], model, left)
         schedule = None
         if values["optimizer"] == "two groups and a schedule":
             schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
@@ -139,6 +140,11 @@ class Training:
     def arguments(self) -> tuple[Any, ...]:
         """Of the step, in front of the batch."""
         return self.model, self.optimizer, self.average, self.log
+
+    def saved(self) -> dict[str, Any]:
+        """What goes into a checkpoint, by name."""
+        found = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "average": self.average}
+        return {name: each for name, each in found.items() if each is not None}
 
     def after(self, call: int) -> None:
         """What the loop does after a call."""
@@ -172,6 +178,10 @@ class Training:
         if what == "learning rate":
             for group in self.optimizer.param_groups:
                 group["lr"] *= 0.5
+        if what == "weight decay":
+            self.optimizer.param_groups[-1]["weight_decay"] = 0.05
+        if what == "group added":
+            self.optimizer.add_param_group({"params": [*self.model.get_submodule("blocks.3.layer").parameters()]})
         if what == "freeze":
             self.model.get_submodule("blocks.1").requires_grad_(False)
         if what == "copy":
@@ -180,9 +190,10 @@ class Training:
                 setattr(self, name, copy.deepcopy(getattr(self, name), memo))
 
 
-def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a row."""
-    trained = [each for each in model.parameters() if each.requires_grad]
+def optimizer_of(name: str, model: nn.Module, left: nn.Module | None = None) -> torch.optim.Optimizer:
+    """The optimizer of a row, of all parameters but those of the module that is ``left`` for later."""
+    later = set() if left is None else {*left.parameters()}
+    trained = [each for each in model.parameters() if each.requires_grad and each not in later]
     if name == "SGD":
         return torch.optim.SGD(trained, lr=0.1)
     if name == "momentum":

@@ -1,0 +1,72 @@
+"""Whether values of a row do something: a value that changes nothing tests nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+import spmd
+from passes import fit_memory
+from spmd import capture_call
+from spmd.cache import compile_cache
+
+from .dimensions import is_kept
+
+
+@contextmanager
+def counted_traces() -> Iterator[list[str]]:
+    """A list that grows by one with each trace of this rank."""
+    traces, original = list[str](), capture_call.capture
+    with mock.patch.object(capture_call, "capture", lambda *given: (traces.append(""), original(*given))[1]):
+        yield traces
+
+
+@contextmanager
+def each_rank_traces() -> Iterator[None]:
+    """No rank traces for the others."""
+    with mock.patch.object(compile_cache, "_LEAST_TIMEOUT", math.inf):
+        yield
+
+
+@contextmanager
+def budgets_of_values() -> Iterator[None]:
+    """Budgets are of what programs compute: the graphs of a tiny model take 200 times as much."""
+    with mock.patch.multiple(fit_memory, _NODE_BYTES=0, _COMPILING=0):
+        yield
+
+
+def tight(step: spmd.CompiledStep[..., Any]) -> int:
+    """A budget in bytes with which some program of a step, compiled with a wide one, has to compute values again."""
+    planned = [note for program in step.programs for note in program.notes if note.startswith("memory: ")]
+    units = {"KB": 1e3, "MB": 1e6}
+    found = [re.match(r"memory: ([\d.]+) (KB|MB)", note) for note in planned]
+    return int(0.9 * max(float(each[1]) * units[each[2]] for each in found if each))
+
+
+def missing(values: Mapping[str, str], step: spmd.CompiledStep[..., Any], traces: int, is_warm: bool) -> list[str]:
+    """A line for each value that did nothing on this rank."""
+    notes = [note for program in step.programs for note in program.notes]
+    has = {
+        "an override ran": values["override"] == "none" or step.options.overrides[0].count > 0,  # type: ignore[attr-defined]
+        "a rank traced": values["cache"] != "each rank" or traces > 0,
+        "a budget had values computed again": values["memory"] != "tight" or any("without)" in each for each in notes),
+        "numbers were rounded": values["wire"] == "own" or any(map(_is_narrow, _nodes(step))),
+        "nothing was traced": not is_warm or not is_kept(values) or traces == 0,
+    }
+    return [f"expected that {what}, and it is not so: {notes}" for what, holds in has.items() if not holds]
+
+
+def _nodes(step: spmd.CompiledStep[..., Any]) -> Iterator[fx.Node]:
+    for program in step.programs:
+        yield from program.graph.nodes
+
+
+def _is_narrow(node: fx.Node) -> bool:
+    return getattr(node.meta.get("val"), "dtype", None) is torch.float32
