@@ -100,8 +100,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell ``harness/backend.py``, also in processes that tests start."""
+    """Tell ``harness/backend.py`` and ``interplay/``, also in processes that tests start."""
+    from .interplay.seeds import VARIABLE, seed
+
     os.environ["TESTS_BACKEND"] = config.getoption("--backend")
+    os.environ[VARIABLE] = str(seed())
+
+
+def pytest_report_header() -> str:
+    """Which rows of the covering array run."""
+    from .interplay.seeds import ROWS, VARIABLE, seed
+
+    return f"interplay: {ROWS} rows of {VARIABLE}={seed()}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from ..harness.pool import RankError, Ranks
-from .array import differing, plain_row, rows, rows_of_triples
+from .array import described, plain_row, rows, rows_of_triples
 from .dimensions import Row
+from .known import values_of
 from .running import found_in
 
 
@@ -21,6 +22,7 @@ def main() -> None:
     command.add_argument("--row", type=int, help="one row alone, by its number")
     command.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after that time")
     command.add_argument("--triples", type=int, help="in place of all pairs, a number of rows of triples, by the seed")
+    command.add_argument("--rows", type=Path, help="in place of them, those of a JSON file")
     command.add_argument("--only", help='one row alone, by what is not plain: "mesh=3, cache=warm"')
     given = command.parse_args()
     given.results.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +43,7 @@ def main() -> None:
             except RankError as error:
                 lines = [f"raised: {error}"]
             seconds = time.monotonic() - started
-            print(f"{number:3} {seconds:5.1f} s {_described(row)}", flush=True)
+            print(f"{number:3} {seconds:5.1f} s {described(row)}", flush=True)
             for line in lines[:4]:
                 print("       ", line[:600], flush=True)
             with given.results.open("a") as file:
@@ -52,12 +54,10 @@ def main() -> None:
 
 def _chosen(given: argparse.Namespace) -> list[Row]:
     if given.only is not None:
-        return [plain_row(**dict(each.strip().split("=") for each in given.only.split(",") if each.strip()))]
+        return [plain_row(**values_of(given.only))]
+    if given.rows is not None:
+        return list(json.loads(given.rows.read_text()))
     return rows(given.seed) if given.triples is None else rows_of_triples(given.seed, given.triples)
-
-
-def _described(row: Row) -> str:
-    return ", ".join(f"{name}={value}" for name, value in differing(row).items())
 
 
 if __name__ == "__main__":

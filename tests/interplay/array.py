@@ -18,12 +18,11 @@ _TRIES = 8  # rows made for each that is taken
 
 def pairs() -> set[Pair]:
     """All pairs of values of two dimensions that some row has."""
-    found = set[Pair]()
+    draw, found = random.Random(0), set[Pair]()
     for one, other in combinations(DIMENSIONS, 2):
-        for value in DIMENSIONS[one]:
-            for second in DIMENSIONS[other]:
-                if completed({one: value, other: second}, random.Random(0)) is not None:
-                    found.add(frozenset({(one, value), (other, second)}))
+        for value, second in product(DIMENSIONS[one], DIMENSIONS[other]):
+            if frozenset({(one, value), (other, second)}) not in found:
+                found |= covered(completed({one: value, other: second}, draw) or {})
     return found
 
 
@@ -101,6 +100,6 @@ def refused_row(sentence: str) -> Row:
     raise ValueError(f"no row of {DECIDING} is refused by {sentence!r} alone")
 
 
-def differing(row: Row) -> dict[str, str]:
-    """What of a row is not the first value of its dimension: how it is written."""
-    return {name: value for name, value in row.items() if value != DIMENSIONS[name][0]}
+def described(row: Row) -> str:
+    """What of a row is not the first value of its dimension, as ``--only`` takes it."""
+    return ", ".join(f"{name}={value}" for name, value in row.items() if value != DIMENSIONS[name][0])

@@ -161,9 +161,7 @@ REFUSED: dict[str, Excludes] = {
     'expected gradients to be reduced in their own dtype with bits="same"': lambda row: (
         _has(row, "wire", "reduced in fp32") and _has(row, "bits", "same")
     ),
-    "expected no transform with stages": lambda row: (
-        _has(row, "mesh", *_STAGES) and _has(row, "override", "transform")
-    ),
+    "expected no transform with stages": lambda row: _has(row, "mesh", *_STAGES) and _has(row, "override", "transform"),
     "so that its gradients cannot be deferred": lambda row: (
         _has(row, "deferral", "yes") and _lacks(row, "clears", "last")
     ),

@@ -1,0 +1,53 @@
+"""A row on the commit before: what fails there, too, is not the fault of a change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from .dimensions import Row
+from .seeds import git
+
+PACKAGES = ("passes", "spmd")
+
+
+def commit_before(root: Path) -> str | None:
+    """The commit without the changes of a checkout: its parent, or the commit itself where files were edited since.
+
+    None where there is no history: an exported tree, a shallow clone.
+    """
+    edited = git(root, "status", "--porcelain", "--", *PACKAGES)
+    return git(root, "rev-parse", "--verify", "--quiet", "HEAD" if edited else "HEAD^")
+
+
+def found_before(root: Path, commit: str, row: Row) -> list[str] | None:
+    """The lines of a row with the packages of a commit and the tests of today; None if these do not run there."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        if git(root, "archive", f"--output={tree / 'packages.tar'}", commit, *PACKAGES) is None:
+            return None
+        with tarfile.open(tree / "packages.tar") as packed:
+            packed.extractall(tree, filter="data")
+        (tree / "tests").symlink_to(root / "tests")
+        (tree / "rows.json").write_text(json.dumps([row]))
+        command = [sys.executable, "-m", "tests.interplay", "--rows", "rows.json", "--results", "results.jsonl"]
+        subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, check=False)
+        results = tree / "results.jsonl"
+        lines: list[str] | None = json.loads(results.read_text())["found"] if results.exists() else None
+        return lines
+
+
+def is_old(found: list[str], before: list[str]) -> bool:
+    """Whether all that was found is there before, but for numbers: another sentence is another fault."""
+    return bool(found) and {*map(_kind, found)} <= {*map(_kind, before)}
+
+
+def _kind(line: str) -> str:
+    """A line without numbers; of a traceback the last line."""
+    return re.sub(r"\d[\w.+-]*", "#", line.strip().splitlines()[-1])
