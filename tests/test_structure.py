@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.feature_names import FEATURES, RECORD, defined, files_that_name, identifiers, recorded, sources
+from tests.harness.parsed import nodes
 from tests.harness.private_names import private_torch_names
 
 ROOT = Path(__file__).parents[1]
@@ -115,16 +116,11 @@ def module_name(path: Path) -> str:
 FILES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def imported(module: str) -> Iterator[str]:
     """The modules of this project that a module imports, at any depth of its code."""
     path = FILES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in FILES)
         elif isinstance(node, ast.ImportFrom):
@@ -211,7 +207,7 @@ def test_passes_and_stages_ask_for_strides_in_one_file() -> None:
     asking = {
         path.name
         for path in [*(ROOT / "passes").rglob("*.py"), *(ROOT / "spmd/stages").glob("*.py")]
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and node.attr in ("is_contiguous", "stride")
         if not ast.unparse(node.value).endswith(("layouts", "agreed"))
     }
@@ -226,7 +222,7 @@ def test_what_refers_to_live_objects_is_compared_by_identity() -> None:
         f"{module}.{node.name}"
         for module, path in FILES.items()
         if module.startswith(("spmd.call.", "spmd.python_state."))
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef) and node.name not in by_value
         for decorator in map(ast.unparse, node.decorator_list)
         if decorator.startswith("dataclass") and "eq=False" not in decorator
@@ -238,12 +234,12 @@ def test_what_refers_to_live_objects_is_compared_by_identity() -> None:
 @cache
 def named() -> dict[str, set[str]]:
     """The identifiers that each file of both packages reads or imports."""
-    return {path: identifiers(path, tree) for path, tree in sources()}
+    return {path: identifiers(path, found) for path, found in sources()}
 
 
 @cache
 def names_defined() -> set[str]:
-    return set().union(*(defined(tree) for _, tree in sources()))
+    return set().union(*(defined(found) for _, found in sources()))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -288,16 +284,17 @@ def test_names_are_standard_terms(words: str) -> None:
     found = [
         f"{module}: {name}"
         for module, path in FILES.items()
-        for name in (path.stem, *_defined(parsed(path)))
+        for name in (path.stem, *_defined(path))
         if replaced & {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
         if not name.startswith("__")
     ]
     assert not found, f"write {REPLACED_IN_NAMES[words]!r} instead:\n" + "\n".join(found)
 
 
-def _defined(tree: ast.Module) -> Iterator[str]:
+@cache
+def _defined(path: Path) -> list[str]:
     """The names of the classes and functions of a file."""
-    yield from (node.name for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef)))
+    return [node.name for node in nodes(path) if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
 
 
 def _texts() -> Iterator[Path]:

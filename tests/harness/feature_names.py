@@ -8,10 +8,12 @@ variables do not count.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+
+from .parsed import nodes
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "feature_names.txt"
@@ -46,17 +48,17 @@ FEATURES = {
 }
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Every file of both packages, by its path from the root."""
+def sources() -> Iterator[tuple[str, Sequence[ast.AST]]]:
+    """The nodes of every file of both packages, by its path from the root."""
     for package in ("passes", "spmd"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+            yield path.relative_to(ROOT).as_posix(), nodes(path)
 
 
-def identifiers(path: str, tree: ast.Module) -> set[str]:
+def identifiers(path: str, file_nodes: Sequence[ast.AST]) -> set[str]:
     """Modules and names that a file imports, attributes, keywords and keys of dicts that it reads or writes."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in file_nodes:
         match node:
             case ast.Import():
                 found |= {each.name for each in node.names}
@@ -81,10 +83,10 @@ def _module(path: str, node: ast.ImportFrom) -> str:
     return ".".join([*folder, *([node.module] if node.module else [])])
 
 
-def defined(tree: ast.Module) -> set[str]:
+def defined(file_nodes: Sequence[ast.AST]) -> set[str]:
     """Names that a file defines: functions, classes, arguments, fields and members, and texts, such as keys of meta."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in file_nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
                 found.add(name)

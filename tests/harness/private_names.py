@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
+
+from .parsed import nodes
 
 # Ops are public by their schemas, those called ``_softmax`` too.
 _OPS = ("aten", "prims", "torch.ops.aten", "torch.ops.prims")
@@ -16,12 +18,12 @@ _OPS = ("aten", "prims", "torch.ops.aten", "torch.ops.prims")
 def private_torch_names(package: Path) -> list[str]:
     """``"file.py:12: module._parameters"`` for each private torch name that a file other than ``_torch.py`` uses."""
     files = sorted(path for path in package.rglob("*.py") if path.name != "_torch.py")
-    return [f"{path.relative_to(package)}:{line}" for path in files for line in _in_file(ast.parse(path.read_text()))]
+    return [f"{path.relative_to(package)}:{line}" for path in files for line in _in_file(nodes(path))]
 
 
-def _in_file(tree: ast.Module) -> Iterator[str]:
+def _in_file(tree: Sequence[ast.AST]) -> Iterator[str]:
     own = _defined_in(tree)
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, (ast.Import, ast.ImportFrom)) and any(map(_is_private_import, _imported(node))):
             yield f"{node.lineno}: {ast.unparse(node)}"
         elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
@@ -47,10 +49,10 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def _defined_in(tree: ast.Module) -> set[str]:
+def _defined_in(tree: Sequence[ast.AST]) -> set[str]:
     """The names of functions, classes, fields and attributes that a file itself defines."""
     found = set()
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
