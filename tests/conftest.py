@@ -161,6 +161,18 @@ def pytest_collection_finish() -> None:
     spare_the_collector()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Note the processor time of each test, as the property ``cpu`` in what ``--junitxml`` writes."""
+    from .harness.cpu_time import cpu_seconds
+
+    before = cpu_seconds()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu", round(cpu_seconds() - before, 3)))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """What a file's tests have imported and cached stays: a compile that collects garbage need not visit it."""
