@@ -1,12 +1,19 @@
-"""Cost of compiling: seconds per stage, nodes and memory for a GPT with AdamW on many fake ranks.
+"""Cost of compiling: seconds per stage, nodes and memory for large models with AdamW on many fake ranks.
 
     python -m benchmarks.compiler [--depths 6 12 24 48] [--worlds 8 1024] [--plans fully_shard tensor_parallel]
+    python -m benchmarks.compiler --plans experts --depths 8 16 32 61
 
 One process per measurement, on a fake process group: rank 0 compiles the whole step, optimizer state included, and does
 not run it. Seconds are CPU time on one core, so that other work on the machine does not count, and exclusive: they add
 up to the total. Memory is the peak of the resident set, and its size before (mostly torch): the model's tensors are
-never written to. The first plan is FSDP's, the second Megatron's on a 2-D mesh (128 x 8 for 1,024 ranks). ``--smoke``
-measures one tiny model, in this process.
+never written to. ``--smoke`` measures one tiny model, in this process.
+
+The first plan is that style on a GPT; the second splits its products as Megatron-LM does, on a 2-D mesh (128 x 8 for
+1,024 ranks). ``experts`` takes DeepSeek-V3 as ``transformers`` has it, with 256 experts over groups of 8 ranks in all
+layers but the first three: the graph is that of the published model, whose layers are 61. Its width is 256, which
+takes no node away.
+
+The last line of a table is the exponent of a power law that is fitted to seconds and nodes: 1 is linear.
 """
 
 from __future__ import annotations
@@ -14,7 +21,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -40,7 +49,8 @@ from examples.gpt import GPT, Config
 from spmd.dispatch import Turn
 
 ROOT = Path(__file__).parent.parent
-PLANS = ("fully_shard", "tensor_parallel")
+WIDTHS = {"fully_shard": 1024, "tensor_parallel": 1024, "experts": 256}
+GROUP = 8  # ranks of the inner axis: those that split products, or that have all experts
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,8 @@ class Setting:
 
     depth: int
     world: int
-    plan: str = "fully_shard"
-    width: int = 1024
+    plan: str
+    width: int
     heads: int = 16
     time: int = 128
 
@@ -92,10 +102,51 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
     return loss
 
 
+class Logits(nn.Module):
+    """A model of transformers as a function of tokens alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``tokens``: (rows, time). The result: (rows, time, vocabulary)."""
+        found: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return found
+
+
+def gpt(setting: Setting) -> nn.Module:
+    """The model of the first two plans."""
+    return GPT(Config(setting.width, setting.depth, setting.heads, setting.time, vocabulary=8 * setting.width))
+
+
+def deepseek(setting: Setting) -> nn.Module:
+    """DeepSeek-V3 of a small width: numbers of experts, groups, choices and dense layers are those published."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    width, heads = setting.width, setting.heads
+    head = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    config = DeepseekV3Config(
+        hidden_size=width,
+        vocab_size=8 * width,
+        num_hidden_layers=setting.depth,
+        first_k_dense_replace=min(3, setting.depth - 1),
+        intermediate_size=3 * width,
+        moe_intermediate_size=width // 2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        q_lora_rank=width // 4,
+        kv_lora_rank=width // 4,
+        experts_implementation="grouped_mm",
+        **head,
+    )
+    return Logits(DeepseekV3ForCausalLM(config))
+
+
 def state(setting: Setting) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer as after one step, in memory that was never written to."""
     with torch.device("meta"):
-        model = GPT(Config(setting.width, setting.depth, setting.heads, setting.time, vocabulary=8 * setting.width))
+        model = (deepseek if setting.plan == "experts" else gpt)(setting)
     model = model.to_empty(device="cpu")
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -105,11 +156,14 @@ def state(setting: Setting) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def mode(setting: Setting) -> spmd.ParallelMode:
-    """``tensor_parallel``: Megatron's placements over the inner axis of a 2-D mesh, 128 x 8 for 1,024 ranks."""
-    if setting.plan != "tensor_parallel":
+    """The plan's mode. ``tensor_parallel`` and ``experts`` have a 2-D mesh, 128 x 8 for 1,024 ranks."""
+    if setting.plan == "fully_shard":
         return spmd.DataParallel("fully_shard")
-    inner = 8 if setting.world >= 64 else 2
-    mesh = init_device_mesh("cpu", (setting.world // inner, inner), mesh_dim_names=("dp", "tp"))
+    inner = GROUP if setting.world >= 64 else 2
+    names = ("dp", "ep" if setting.plan == "experts" else "tp")
+    mesh = init_device_mesh("cpu", (setting.world // inner, inner), mesh_dim_names=names)
+    if setting.plan == "experts":
+        return spmd.DataParallel("fully_shard", mesh=mesh, axes={"batch": names, "experts": "ep"})
     by_column, by_row = {"tp": Shard(0)}, {"tp": Shard(1)}
     params = {"*.qkv.weight": by_column, "*.up.weight": by_column, "*.out.weight": by_row, "*.down.weight": by_row}
     return spmd.DTensorExpand(mesh=mesh, params=params)
@@ -193,6 +247,16 @@ def table(plan: str, found: list[dict[str, Any]]) -> Table:
     return shown
 
 
+def exponent(found: list[dict[str, Any]]) -> float | None:
+    """The exponent of nodes in the seconds of different depths; None of fewer than two. 1: seconds are linear."""
+    nodes, seconds = ([math.log(value) for value in each] for each in zip(*map(_nodes_and_seconds, found), strict=True))
+    return statistics.linear_regression(nodes, seconds).slope if len(set(nodes)) > 1 else None
+
+
+def _nodes_and_seconds(measured: dict[str, Any]) -> tuple[int, float]:
+    return measured["nodes"]["final"], measured["total"]
+
+
 def parse() -> argparse.Namespace:
     """The options of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -204,8 +268,14 @@ def parse() -> argparse.Namespace:
         default=[8, 1024],
         help="numbers of ranks; the last at all depths",
     )
-    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS), help="by default both")
-    parser.add_argument("--width", type=int, default=1024, help="of the model (%(default)s)")
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        choices=WIDTHS,
+        default=["fully_shard", "tensor_parallel"],
+        help="by default the first two",
+    )
+    parser.add_argument("--width", type=int, help="of the model (1024; of experts 256)")
     parser.add_argument("--smoke", action="store_true", help="measure one tiny model only")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
@@ -224,9 +294,12 @@ def main() -> None:
     pairs = [(min(options.depths), other) for other in others] + [(depth, world) for depth in options.depths]
     everything = []
     for plan in options.plans:
-        settings = [Setting(depth, ranks, plan, options.width) for depth, ranks in pairs]
+        settings = [Setting(depth, ranks, plan, options.width or WIDTHS[plan]) for depth, ranks in pairs]
         found = [measure(setting) if options.smoke else measure_apart(setting) for setting in settings]
         Console().print(table(plan, found))
+        slope = exponent([each for each in found if each["setting"]["world"] == world])
+        if slope is not None:
+            print(f"seconds grow with nodes to the power of {slope:.2f}")
         everything += found
     if options.json:
         options.json.write_text(json.dumps(everything, indent=2))
