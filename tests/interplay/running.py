@@ -11,6 +11,8 @@ from .comparing import differences, world
 from .dimensions import Row
 from .training import CALLS
 
+_TIMEOUT = 500.0  # seconds for a process of a row: four ranks that each trace eight programs on a busy machine
+
 
 def found_in(ranks: Ranks, row: Row) -> list[str]:
     """A line for each difference between a row and the plain step, on all ranks. Raises ``RankError``."""
@@ -19,7 +21,7 @@ def found_in(ranks: Ranks, row: Row) -> list[str]:
         for number, (calls, is_warm) in enumerate(_processes(row)):
             if number:
                 ranks.renew()
-            for lines in ranks.run(world(row), differences, row, Path(folder), calls, is_warm):
+            for lines in ranks.run(world(row), differences, row, Path(folder), calls, is_warm, timeout=_TIMEOUT):
                 found |= {*lines}
     return sorted(found)
 
