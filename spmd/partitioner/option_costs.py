@@ -19,7 +19,7 @@ from ..placements import ByGroup, OwnRows
 from ..rules import OpCall, Option, parts_of
 from ..rules.attention import is_attention
 from .experts.whole_parts import is_one_cut
-from .redistribution_steps import cost
+from .redistribution_steps import cost, cost_outside_runs
 from .values import Value
 
 # Users split the model's weights as they want them; a weight is moved only if nothing else is possible.
@@ -151,6 +151,7 @@ def move_cost(value: Value, placement: Placement, index: int, mesh: Mesh, may_jo
         return 0.0
     return min(
         _cost_from(source[index], step, value.bytes_before(source, index, mesh), axis, may_join)
+        + cost_outside_runs(source, step, index, mesh)
         for source in value.nodes
         for step in [Replicate() if _goes_by_replicas(source[index], placement, value.shape, axis) else placement]
     )

@@ -16,6 +16,7 @@ from ..placements import Interleaved, OwnOrder, OwnRows, local_shape, splits
 
 # Reading and writing a byte here counts as this share of sending it: without communication, the least work is chosen.
 _LOCAL = 1e-3
+_RUNS_STAY = 1e6  # collectives: rows of other micro-batches are not there, and any traffic is taken before
 
 
 def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[Placements, int, Placement]]:
@@ -136,6 +137,18 @@ def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, may_be
             return rate.seconds(2 * rest) + _local_work(part, axis)
         case _:
             return math.inf
+
+
+def cost_outside_runs(source: Placements, goal: Placement, index: int, mesh: Mesh) -> float:
+    """The seconds by which a cut of rows is avoided that would come outside of that into micro-batches; mostly none.
+
+    No micro-batch has all rows of such a part. Each has the whole of its own rows instead, for which a rank may gather
+    what else is split.
+    """
+    if not isinstance(goal, Shard) or goal == source[index]:
+        return 0.0
+    is_outside = any(k > index and source[k] == goal for k in mesh.axes_with(AxisRole.MICRO_BATCHES))
+    return _RUNS_STAY * mesh.axes[index].rate.latency if is_outside else 0.0
 
 
 def _local_work(nbytes: float, axis: Axis) -> float:

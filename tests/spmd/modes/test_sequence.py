@@ -136,6 +136,28 @@ def test_the_numbers_are_those_of_the_plain_step(
     assert verified(given, {"cp": ranks}, attention=attention, **mode)
 
 
+class Convolved(Net):
+    """With a convolution beside attention, which takes whole sequences of some rows, or of all."""
+
+    def __init__(self, kv: int, **given: Any) -> None:
+        super().__init__(kv, **given)
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.embed(x)
+        seen = torch.tanh(self.layer(h) + self.convolution(h.transpose(1, 2)).transpose(1, 2))
+        logits: Tensor = self.head(h + seen)
+        return logits
+
+
+def test_a_rank_takes_no_rows_of_other_micro_batches_for_a_sequence() -> None:
+    """To exchange the sequence for rows sends less than to gather it, but each micro-batch has its own rows only."""
+    torch.manual_seed(0)
+    model = Convolved(HEADS, is_causal=True).double()
+    given = model, torch.optim.SGD(model.parameters(), lr=0.5), *torch.randint(VOCABULARY, (2, 8, 8))
+    assert verified(given, step=train_on_labels, attention="heads", micro_batches=2)
+
+
 class Biased(Net):
     """With a bias of each head that is trained."""
 
