@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .pool import RankError, Ranks
+from .worker import _WORN
 
 
 def summed(rank: int, world: int, value: float) -> tuple[int, float]:
@@ -87,6 +88,19 @@ def test_every_rank_answers_in_order(ranks: Ranks, world: int) -> None:
 
 def test_processes_are_reused_for_the_next_job(ranks: Ranks) -> None:
     assert ranks.run(2, process) == ranks.run(4, process)[:2]
+
+
+def groups_in_cycles(rank: int, world: int) -> int:
+    """Leave many groups that only the collector can free; the process."""
+    for _ in range(_WORN + 1):
+        cycle: list[Any] = [dist.new_group(range(world))]
+        cycle.append(cycle)
+    return os.getpid()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_threads_of_groups_that_nothing_needs_wear_no_process_out(ranks: Ranks) -> None:
+    assert ranks.run(2, groups_in_cycles) == ranks.run(2, process)
 
 
 def test_an_error_has_the_traceback_of_its_rank_which_is_replaced(ranks: Ranks) -> None:
