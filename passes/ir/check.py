@@ -17,6 +17,7 @@ from .ops import Trait, has
 from .program import Input, OutputKind, Program
 from .region import Island, Region, copy_, regions
 from .roles import Role
+from .schemas import argument
 
 
 def check(program: Program, before: Program | None = None) -> None:
@@ -222,6 +223,9 @@ def _collective_is_described(program: Program, node: fx.Node) -> None:
             f"{node.name} communicates in group {group!r} over axis {described.axis!r}, but the mesh has "
             + ", ".join(f"{axis.name} (group {axis.group!r})" for axis in axes)
         )
+    axis, size = program.mesh.axis_of_group(group), argument(node, "group_size")
+    if axis is not None and size is not None and size != axis.size:
+        raise PassError(f"{node.name} expects {size} ranks, but {axis.name} has {axis.size}: its result has their rows")
 
 
 def _result_is_waited_for(program: Program, collective: fx.Node, result: fx.Node) -> None:
