@@ -108,16 +108,21 @@ def options_of(sample: Sample, size: int) -> list[Option]:
 
 def check(sample: Sample, size: int) -> int:
     """Check every option claimed for ``sample``; returns how many there were."""
+    options = options_of(sample, size)
+    check_options(sample, size, options)
+    return len(options)
+
+
+def check_options(sample: Sample, size: int, options: Sequence[Option]) -> None:
+    """Check options of ``sample``, on so many ranks."""
     expected = flat(sample.op(*sample.args, **sample.kwargs))
     call = call_of(sample, size, expected)
-    options = options_of(sample, size)
     for option in options:
         try:
             _check_option(sample, call, option, expected)
         except Exception as error:
             error.add_note(f"{sample}, {size} ranks: {option.operands} -> {option.results}")
             raise
-    return len(options)
 
 
 def unusual(sample: Sample) -> Iterator[Sample]:

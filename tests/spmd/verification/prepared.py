@@ -109,18 +109,29 @@ MODES: dict[str, tuple[dict[str, Any], int, dict[str, int] | None, float]] = {
 def prepared(name: str) -> Prepared:
     """The second call of a step with Adam, which has state by then."""
     mode, world, mesh, dropout = MODES[name]
+    return prepare(mode, world, mesh, dropout)
+
+
+def prepare(
+    mode: dict[str, Any],
+    world: int = 2,
+    mesh: dict[str, int] | None = None,
+    dropout: float = 0.0,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    pipeline: Sequence[Pass] | None = None,
+) -> Prepared:
+    """The second call of a step, in a mode and through a pipeline."""
     torch.manual_seed(0)
     model = Net(dropout).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    held = optimizer(model.parameters(), lr=0.1)
     x, y = torch.randn(48, 6, dtype=torch.float64), torch.randint(4, (48,))
     y[:11] = -100  # ranks count unequal numbers of targets
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    subject = Subject.of(
-        spmd.compile(train_step, parallel_mode=spmd.DataParallel(**mode)), (model, optimizer, x, y), {}
-    )
+    held.step()
+    held.zero_grad()
+    compiled = spmd.compile(train_step, parallel_mode=spmd.DataParallel(**mode), passes=pipeline)
+    subject = Subject.of(compiled, (model, held, x, y), {})
     plain = PlainStep.of(subject)
     with random_state_kept(), simulated_world(world, mesh, "cpu") as device_mesh:
         first = SimulatedRank(subject, subject.copied(in_double=False), 0, device_mesh)
