@@ -11,8 +11,13 @@ Errors:       SpmdError, CaptureError, PlacementError, PartitionError, PassError
               RankMismatchError, RankFailedError
 """
 
+import ast
+import gc
 import sys
-from importlib import import_module
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +39,39 @@ class _Package(ModuleType):
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names, and torch, at the first look at one: ``spmd --help`` needs neither."""
-    if name == "__all__" or not name.startswith("_"):
-        public = import_module(".public", __name__)
-        globals().update({each: getattr(public, each) for each in public.__all__}, __all__=public.__all__)
-    if name not in globals():
+    """Import what one public name needs, at the first look at it: ``spmd --help`` needs nothing, not even torch."""
+    if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with _without_collections():
+        place = _places().get(name, "public")
+        found = __import__(place if place == "passes" else f"{__name__}.{place}", fromlist=[name])
+        if place == "public":  # a list of all names, or a module of this package
+            globals()["__all__"] = found.__all__
+    if name not in globals():
+        if not hasattr(found, name):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = getattr(found, name)
     return globals()[name]
+
+
+@cache
+def _places() -> dict[str, str]:
+    """The module of each public name, as ``public.py`` imports it, which is read here and not run."""
+    tree = ast.parse(Path(__file__).with_name("public.py").read_text(encoding="utf-8"))
+    imports = [line for line in tree.body if isinstance(line, ast.ImportFrom)]
+    return {each.name: line.module or "" for line in imports for each in line.names}
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep the collector of garbage from all that torch has made, which imports would have it look through: 0.2 s."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The public names of ``spmd``. ``import spmd`` is quick, and the first name that is read imports this, and torch."""
+"""The public names of ``spmd``, as a table: each imports what it needs at the first look at it (``__init__.py``)."""
 
 from passes import (
     CaptureError,

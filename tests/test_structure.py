@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.feature_names import FEATURES, RECORD, defined, files_that_name, identifiers, recorded, sources
-from tests.harness.parsed import nodes
+from tests.harness.parsed import nodes, parsed
 from tests.harness.private_names import private_torch_names
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +97,7 @@ REPLACED = {
     r"what performs (?:it|them)": "implementation",
     r"(?:reads?|reading|see) each other's memory": "through shared memory",
 }
+LATER = ("verification", "planning", "fuzzing", "checkpoints", "integrations", "cli", "public")
 # In the names of files, classes and functions also words that prose may use.
 REPLACED_IN_NAMES = {
     "meet meets met meeting": "barrier, rendezvous",
@@ -116,11 +117,11 @@ def module_name(path: Path) -> str:
 FILES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 
 
-def imported(module: str) -> Iterator[str]:
-    """The modules of this project that a module imports, at any depth of its code."""
+def imported(module: str, at_import: bool = False) -> Iterator[str]:
+    """The modules of this project that a module imports, at any depth of its code; or those that its import needs."""
     path = FILES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in nodes(path):
+    for node in parsed(path).body if at_import else nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in FILES)
         elif isinstance(node, ast.ImportFrom):
@@ -154,6 +155,17 @@ def test_imports_go_one_way() -> None:
 def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = {module: [other for other in imported(module) if other not in PACKAGES] for module in FILES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names them
+
+
+def test_compile_is_there_before_what_checks_plans_and_saves_is_imported() -> None:
+    needed, left = set[str](), ["spmd.decorator"]
+    while left:
+        needed.add(module := left.pop())
+        left += set(imported(module, at_import=True)) - needed
+    assert len(needed) > 100
+    assert not {module.split(".")[1] for module in needed if "." in module} & set(LATER)
+    imports = [line for module in needed for line in parsed(FILES[module]).body if isinstance(line, ast.Import)]
+    assert not [alias.name for line in imports for alias in line.names if alias.name.startswith("networkx")]
 
 
 def test_no_name_of_the_package_hides_a_module() -> None:

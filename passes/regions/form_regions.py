@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import networkx as nx  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
@@ -139,12 +138,14 @@ class _Groups:
 
     def _divided(self, nodes: list[fx.Node]) -> Iterable[list[fx.Node]]:
         """The parts of a place that have nothing in common; those that wait for the same collectives stay together."""
+        import networkx  # type: ignore[import-untyped]  # here: it is 12 MB of modules, and most steps have no region
+
         here = set(nodes)
-        graph = nx.Graph()
+        graph = networkx.Graph()
         graph.add_nodes_from(nodes)
         graph.add_edges_from((each, node) for node in nodes for each in node.all_input_nodes if each in here)
         parts: dict[Any, list[fx.Node]] = defaultdict(list)
-        for part in nx.connected_components(graph):
+        for part in networkx.connected_components(graph):
             waits = (self._waits[each] for node in part for each in node.all_input_nodes if each not in here)
             parts[frozenset[fx.Node]().union(*waits)] += part
         return [sorted(part, key=self.position.__getitem__) for part in parts.values()]
