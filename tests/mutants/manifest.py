@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import passes
 from passes import Pass
+from passes.ir.collectives import c10d
+from passes.runtime import coalesced_collectives, message_collectives, shared_memory_collectives
 from passes.update.split_micro_batches import SplitMicroBatches
 
 PASSES: dict[type[Pass], str] = {
@@ -38,3 +42,27 @@ PASSES: dict[type[Pass], str] = {
     passes.Recompute: "recomputed",
 }
 """Each pass, and the programs on which operators make wrong versions of it. The checker or the numbers catch them."""
+
+_MESSAGES, _MEMORY, _LAUNCHES = (
+    each.OUT_VARIANTS for each in (message_collectives, shared_memory_collectives, coalesced_collectives)
+)
+_BY_ALGORITHM: dict[Any, str] = {
+    c10d.all_reduce.default: "native",
+    c10d.all_gather_into_tensor.default: "native",
+    c10d.reduce_scatter_tensor.default: "native",
+    message_collectives.exchange.default: "broadcast",
+    message_collectives.gather_by_broadcast.default: "broadcast",
+    message_collectives.swap.default: "sending",
+    message_collectives.gather_by_sending.default: "sending",
+    **dict.fromkeys(_MEMORY, "shared"),
+    **dict.fromkeys(_LAUNCHES, "one launch"),
+}
+_OUT = _MESSAGES | _MEMORY | _LAUNCHES
+COLLECTIVES: dict[Any, tuple[type[Pass], str]] = {
+    **{op: (passes.UpdateLast, base) for op, base in _BY_ALGORITHM.items()},
+    **{_OUT[op]: (passes.ReuseMemory, base) for op, base in _BY_ALGORITHM.items()},
+    c10d.broadcast.default: (passes.DropDetach, "rows"),
+    c10d.all_to_all_single.default: (passes.DropDetach, "rows"),
+    _OUT[c10d.all_to_all_single.default]: (passes.ReuseMemory, "rows in planned memory"),
+}
+"""Each op that communicates, and the pass behind which a base has it. The checker or the numbers catch its mutants."""

@@ -1,10 +1,11 @@
-"""The programs that wrong versions of passes are tried on: of all ranks, before and after each pass of a pipeline."""
+"""Programs that passes and collectives are made wrong in: of all ranks, before and after each pass of a pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,18 +13,22 @@ from torch import Tensor
 
 import passes
 from passes import Pass, PassError, Program, check
+from passes.analysis.collective_algorithms import Algorithm
 from passes.default_passes import with_islands, with_numbers_on_device, with_regions
+from passes.ir.collectives import WAIT, c10d, is_wait
 from spmd.ranks.differences import rounding_of
 from spmd.verification.compared_stages import Stage, run_stage
 from spmd.verification.lockstep import LockstepError, run_in_lockstep
 from spmd.verification.tracer import Tracer
 from tests.passes.memory.test_fold_layout_copies import read_once
-from tests.passes.programs import random_inputs
+from tests.passes.programs import GROUP, f64, make_program, random_inputs
 from tests.passes.schedule.test_overlap import backward, program_of, table
+from tests.spmd.numbers.test_realise import as_on_nccl, only
 from tests.spmd.verification.prepared import Prepared, prepare, prepared
 
 from . import graphs
 
+TRIED = 6  # nodes for an operator
 CLOSE = 1e-9  # of results of which one is as good as the other
 
 
@@ -32,12 +37,14 @@ def behind(which: type[Pass], added: Pass) -> list[Pass]:
     return [each for one in passes.default() for each in ([one, added] if type(one) is which else [one])]
 
 
+aten = torch.ops.aten
+SPLIT = {"parallel_style": "fully_shard"}
 IN_PLACE = [passes.ReduceInPlace(min_bytes=1) if isinstance(k, passes.ReduceInPlace) else k for k in passes.default()]
 BASES: dict[str, Callable[[], Prepared]] = {
     "replicate": lambda: prepared("replicate"),
     "fully_shard": lambda: prepared("fully_shard"),
     "hybrid": lambda: prepared("hybrid"),
-    "resharded": lambda: prepare({"parallel_style": "fully_shard", "reshard_after_forward": True}),
+    "resharded": lambda: prepare({**SPLIT, "reshard_after_forward": True}),
     "RMSprop": lambda: prepare({}, optimizer=torch.optim.RMSprop),
     "in place": lambda: prepare({}, pipeline=IN_PLACE),
     "micro-batches": lambda: prepare({"micro_batches": 2}),
@@ -47,8 +54,28 @@ BASES: dict[str, Callable[[], Prepared]] = {
     "split update": lambda: prepare({}, pipeline=behind(passes.FuseForeach, passes.SplitUpdate())),
     "recomputed": lambda: prepare({}, pipeline=behind(passes.MergeEqual, passes.Recompute(("tanh",)))),
 }
+BASES |= {  # each collective by an algorithm
+    algorithm: lambda pipeline=pipeline, ranks=ranks: prepare(SPLIT, ranks, pipeline=pipeline)
+    for algorithm, pipeline, ranks in (
+        ("native", passes.default(table=only(Algorithm.NATIVE)), 2),
+        ("broadcast", passes.default(table=only(Algorithm.GATHER_BY_BROADCAST, Algorithm.EXCHANGE)), 3),
+        ("sending", passes.default(table=only(Algorithm.GATHER_BY_SENDING, Algorithm.EXCHANGE)), 2),
+        ("shared", passes.default(table=only(Algorithm.SHARED)), 2),
+        ("one launch", as_on_nccl(), 2),
+    )
+}
+
+
+def rows(x: Any) -> tuple[Any, ...]:
+    """Rows that ranks exchange, and those of the first rank."""
+    mixed = WAIT(c10d.all_to_all_single.default(aten.detach.default(x), [3, 3], [3, 3], GROUP))
+    return (WAIT(c10d.broadcast.default(aten.exp.default(mixed), 0, GROUP)),)
+
+
 SMALL: dict[str, Callable[[], tuple[Program, Pass]]] = {
     "a stack": lambda: (read_once(), passes.FoldLayoutCopies()),
+    "rows": lambda: (make_program(rows, x=f64(6, 2)), passes.DropDetach()),
+    "rows in planned memory": lambda: (make_program(rows, x=f64(6, 2)), passes.ReuseMemory()),
     "a backward": lambda: (program_of(backward), passes.Overlap(table(3.0))),
 }
 
@@ -123,20 +150,41 @@ class Mutant:
     programs: Sequence[Program]
 
 
-def mutants(which: type[Pass], name: str, operator: str, seed: int = 0) -> Iterator[Mutant]:
-    """All wrong versions of a pass by an operator, in an order drawn by seed; the same edit on all ranks."""
-    base, values = base_of(name, which), dict[str, Any]()
+def mutants(base: Base, sites: Sequence[str], operator: str, seed: str = "") -> Iterator[Mutant]:
+    """All wrong versions by an operator at these nodes, in an order drawn by seed; the same edit on all ranks."""
+    values = dict[str, Any]()
 
     def keep(nodes: Any, found: Any) -> None:
         values[nodes[0].name] = found[-1].clone() if isinstance(found[-1], Tensor) else found[-1]
 
     base.results(base.after, keep)
-    sites = graphs.touched(base.before[0], base.after[0])
-    for site in graphs.in_turn(sites, f"{which.__name__} {operator} {seed}"):
+    for site in graphs.in_turn(sites, f"{operator} {seed}"):
         programs = [each.copy() for each in base.after]
         edited = [graphs.edit(operator, program, site, values) for program in programs]
         if all(edited):
             yield Mutant(site, programs)
+
+
+def communicating(base: Base, op: Any) -> list[str]:
+    """The nodes of a collective's op, and those that wait for them."""
+    starts = [node for node in base.after[0].collectives() if node.target is op]
+    return [each.name for start in starts for each in (start, *filter(is_wait, start.users))]
+
+
+def outcomes(base: Base, sites: Sequence[str], seed: str = "") -> dict[str, str]:
+    """What catches the wrong versions by each operator that makes one; each is tried until one is caught.
+
+    One that changes no number of any rank is as good as the right one; raises ``AssertionError`` for any other one that
+    is not caught.
+    """
+    found = dict[str, str]()
+    for operator in graphs.OPERATORS:
+        for mutant in islice(mutants(base, sites, operator, seed), TRIED):
+            found[operator] = caught_by(base, mutant.programs)
+            if found[operator]:
+                break
+            assert not base.is_wrong(mutant.programs), f"{operator} at {mutant.node} changes numbers, and nothing shows"
+    return found
 
 
 def caught_by(base: Base, programs: Sequence[Program]) -> str:
