@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import fx
 
+import passes
 import spmd
 from passes import fit_memory
 from spmd import capture_call
@@ -44,10 +45,20 @@ def budgets_of_values() -> Iterator[None]:
 
 def tight(step: spmd.CompiledStep[..., Any]) -> int:
     """A budget in bytes with which some program of a step, compiled with a wide one, has to compute values again."""
-    planned = [note for program in step.programs for note in program.notes if note.startswith("memory: ")]
-    units = {"KB": 1e3, "MB": 1e6}
-    found = [re.match(r"memory: ([\d.]+) (KB|MB)", note) for note in planned]
-    return int(0.9 * max(float(each[1]) * units[each[2]] for each in found if each))
+    notes = [note for program in step.programs for note in program.notes]
+    return int(0.9 * max(_bytes(note) for note in notes if note.startswith("memory: ")))
+
+
+def least(error: passes.MemoryBudgetError) -> int:
+    """The budget in bytes that an error asks for."""
+    return _bytes(str(error))
+
+
+def _bytes(text: str) -> int:
+    """The first size in a sentence."""
+    found = re.search(r"([\d.]+) (KB|MB)", text)
+    assert found is not None, text
+    return round(float(found[1]) * {"KB": 1e3, "MB": 1e6}[found[2]])
 
 
 def missing(values: Mapping[str, str], step: spmd.CompiledStep[..., Any], traces: int, is_warm: bool) -> list[str]:
@@ -57,15 +68,16 @@ def missing(values: Mapping[str, str], step: spmd.CompiledStep[..., Any], traces
         "an override ran": values["override"] == "none" or step.options.overrides[0].count > 0,  # type: ignore[attr-defined]
         "a rank traced": values["cache"] != "each rank" or traces > 0,
         "a budget had values computed again": values["memory"] != "tight" or any("without)" in each for each in notes),
-        "numbers were rounded": values["wire"] == "own" or any(map(_is_narrow, _nodes(step))),
+        "numbers were rounded": values["wire"] == "own" or _rounds(step, notes),
         "nothing was traced": not is_warm or not is_kept(values) or traces == 0,
     }
     return [f"expected that {what}, and it is not so: {notes}" for what, holds in has.items() if not holds]
 
 
-def _nodes(step: spmd.CompiledStep[..., Any]) -> Iterator[fx.Node]:
-    for program in step.programs:
-        yield from program.graph.nodes
+def _rounds(step: spmd.CompiledStep[..., Any], notes: list[str]) -> bool:
+    """Whether programs cast to fp32, or a note says so of what is sent: parts of a program may be elsewhere."""
+    nodes = (node for program in step.programs for node in program.graph.nodes)
+    return any("before they are sent" in note for note in notes) or any(map(_is_narrow, nodes))
 
 
 def _is_narrow(node: fx.Node) -> bool:

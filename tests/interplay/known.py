@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,8 @@ class Known:
 
 
 def values_of(text: str) -> Row:
-    """``mesh=3, cache=warm``."""
-    pairs = (each.split("=", 1) for each in text.split(",") if each.strip())
-    return {name.strip(): value.strip() for name, value in pairs}
+    """``mesh=3, clears=each second, clipped``: a value may have a comma."""
+    return dict(re.findall(r"(\w+)=(.*?)(?=,\s*\w+=|$)", text.strip()))
 
 
 def known(path: Path = FILE) -> list[Known]:

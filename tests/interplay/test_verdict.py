@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from . import verdict
-from .array import completed, plain_row
+from .array import completed, described, plain_row
 from .earlier import commit_before, found_before, is_old
-from .known import Known, is_known, known
+from .known import Known, is_known, known, values_of
 
 # In place of the array: the package has what is found in a row, so that each commit has its own.
 ARRAY = """
@@ -111,6 +111,11 @@ def test_what_is_known_is_known_by_values_and_sentence() -> None:
     assert is_known(plain_row(mesh="3", model="tied", cache="warm"), [line], listed)
     assert not is_known(plain_row(mesh="3", model="tied"), [line, LINE], listed)
     assert not is_known(ROW, [line], listed)
+
+
+def test_a_row_is_read_as_it_is_described() -> None:
+    row = plain_row(mesh="3", clears="each second, clipped", between="copy")
+    assert plain_row(**values_of(described(row))) == row
 
 
 def test_each_line_of_the_list_is_a_possible_row() -> None:
