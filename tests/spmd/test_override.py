@@ -113,6 +113,7 @@ def run(rank: int, world: int, style: str, passes: Any, real_ops: bool) -> tuple
 @pytest.mark.parametrize("real_ops", [True, False], ids=["real ops", "custom ops"])
 @pytest.mark.parametrize("passes", [None, ()], ids=["default passes", "no passes"])
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.in_turn("style")
 def test_the_numbers_are_those_of_the_replaced_modules(ranks: Ranks, style: str, passes: Any, real_ops: bool) -> None:
     for differ, _ in ranks.run(2, run, style, passes, real_ops):
         assert differ == []

@@ -245,5 +245,6 @@ class Wrapped(Case):
 
 @pytest.mark.parametrize("wrapper", [Delegating, Lookahead])
 @pytest.mark.parametrize("mode", ["fully_shard", {"shard_optimizer": True}])
+@pytest.mark.in_turn("mode")
 def test_an_optimizer_may_have_the_state_of_the_one_that_it_wraps(ranks: Ranks, mode: Any, wrapper: type) -> None:
     assert_agrees(ranks, 2, Wrapped(wrapper), mode, steps=5)

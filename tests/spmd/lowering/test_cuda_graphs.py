@@ -42,6 +42,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("optimizer", ["SGD momentum", "AdamW fused", "AdamW foreach"])
+@pytest.mark.in_turn("optimizer")
 def test_replayed_steps_equal_the_plain_ones(captures: list[Any], optimizer: str, style: str) -> None:
     case = replace(NARROW, optimizer=optimizer)
     _, got = compiled_run(0, case, 8, parallel_mode=spmd.DataParallel(style), cuda_graphs=True)

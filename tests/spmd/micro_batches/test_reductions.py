@@ -83,8 +83,9 @@ def test_what_is_reduced_ahead_is_handed_on_by_the_first_micro_batch() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("step", "rows"), [(counts_twice, 10), (normalizes, 12)])
+@pytest.mark.parametrize("step, rows", [(counts_twice, 10), (normalizes, 12)])
 @pytest.mark.parametrize("gathers", ["once", "each"])
+@pytest.mark.in_turn("gathers")
 def test_numbers(step: Any, rows: int, gathers: str) -> None:
     """Beside parameters that are gathered once; the last of three micro-batches of five rows is shorter."""
     torch.manual_seed(0)

@@ -157,8 +157,10 @@ def test_on_two_ranks_in_micro_batches(ranks: Ranks, name: str) -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "options",
-    [{"axes": {"stages": "dp"}, "stages": ["layer"], "micro_batches": 2}, {"shard_optimizer": True}],
-    ids=["stages", "ranks"],
+    [
+        pytest.param({"axes": {"stages": "dp"}, "stages": ["layer"], "micro_batches": 2}, id="stages"),
+        pytest.param({"shard_optimizer": True}, id="ranks", marks=pytest.mark.exhaustive),  # above, on real ones
+    ],
 )
 @pytest.mark.parametrize("name", GROUPS)
 def test_beside_the_plain_step(name: str, options: dict[str, Any]) -> None:

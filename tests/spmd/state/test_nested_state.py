@@ -100,6 +100,7 @@ STYLES = tuple(dict.fromkeys(THREE_IN_TURN))
 
 @pytest.mark.parametrize("style, world", STYLES)
 @pytest.mark.parametrize("optimizer", [Factors, Hypergradient])
+@pytest.mark.in_turn("optimizer")
 def test_state_in_containers_and_under_a_text_is_state(
     ranks: Ranks, optimizer: type[torch.optim.Optimizer], style: str, world: int
 ) -> None:

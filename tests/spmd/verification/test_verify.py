@@ -356,6 +356,7 @@ class NudgingMemory(passes.ReuseMemory):
 
 @pytest.mark.parametrize("bits", [None, "same"])
 @pytest.mark.parametrize("kind", [NudgingStorage, NudgingMemory])
+@pytest.mark.in_turn("bits")
 def test_what_only_moves_values_keeps_their_bits(kind: type[passes.Pass], bits: Any) -> None:
     """Widths are odd, so that operands of products begin anywhere: kernels round by that, and ``verify`` does not."""
     layers = [nn.Linear(37, 11), nn.Linear(11, 37, bias=False), nn.Linear(37, 67), nn.Tanh(), nn.Linear(67, 3)]

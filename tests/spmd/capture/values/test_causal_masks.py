@@ -120,8 +120,11 @@ def test_at_lengths_for_which_one_program_is_captured_it_stays() -> None:
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_any_other_mask_stays(name: str) -> None:
-    assert masks_left(Net(OTHER[name]), (6, 7, 9)) == [True] * 3
+def test_any_other_mask_stays(name: str, request: pytest.FixtureRequest) -> None:
+    """And at other lengths, for which one program is captured: there masks are not looked at at all."""
+    is_first = name == next(iter(OTHER))
+    lengths = (6, 7, 9) if is_first or request.config.getoption("--exhaustive") else (6,)
+    assert masks_left(Net(OTHER[name]), lengths) == [True] * len(lengths)
 
 
 def test_one_query_of_all_keys() -> None:
