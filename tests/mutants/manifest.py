@@ -66,3 +66,11 @@ COLLECTIVES: dict[Any, tuple[type[Pass], str]] = {
     _OUT[c10d.all_to_all_single.default]: (passes.ReuseMemory, "rows in planned memory"),
 }
 """Each op that communicates, and the pass behind which a base has it. The checker or the numbers catch its mutants."""
+
+SCHEDULED: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "gpipe": {},
+    "zb-h1": {},
+    "interleaved": {"stages": ("b", "c", "d"), "micro_batches": 4},
+}
+"""Each schedule, and the mode of a pipeline that has it. The proof of a bundle or the numbers catch wrong orders."""

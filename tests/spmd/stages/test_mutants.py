@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,18 +52,23 @@ def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> tuple[Tensor
     return loss, norm
 
 
-@pytest.fixture(scope="module")
-def programs() -> tuple[Program, Program]:
+def programs_of(stages: Sequence[str] = ("c",), micro_batches: int = 3, **mode: Any) -> tuple[Program, Program]:
     """The captured step, and the share of rank 0, before any pass."""
     torch.manual_seed(0)
-    model, x = Skips().double(), torch.randn(6, 3).double()
-    mode = {"axes": {"stages": "pp"}, "micro_batches": 3, "stages": ["c"]}
+    model, x = Skips().double(), torch.randn(2 * micro_batches, 3).double()
+    mode |= {"axes": {"stages": "pp"}, "micro_batches": micro_batches, "stages": [*stages]}
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
         compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(mesh=mesh, **mode), passes=())
         compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), x, x)
         last: Any = compiled._dispatch.programs.last
         return last.captured.program, last.program
+
+
+@pytest.fixture(scope="module")
+def programs() -> tuple[Program, Program]:
+    """Of two stages, with three micro-batches."""
+    return programs_of()
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +83,12 @@ def outcome(program: Program, bundle: Bundle) -> list[Any]:
     for k in range(2):
         axes = tuple(replace(each, coordinate=k) for each in program.mesh.axes)
         ranks.append(replace(program, mesh=replace(program.mesh, axes=axes), stages=bundle))
-    given, split = [], program.micro_batches.split if program.micro_batches else {}
+    assert program.micro_batches is not None
+    given, split, count = [], program.micro_batches.split, len(program.micro_batches.runs)
     for declared, node in zip(program.inputs, program.placeholders, strict=True):
         val, value = node.meta["val"], 0.1
         if isinstance(val, Tensor):
-            shape = [val.shape[0] * 3, *val.shape[1:]] if declared.name in split else val.shape
+            shape = [val.shape[0] * count, *val.shape[1:]] if declared.name in split else val.shape
             value = torch.randn(shape, generator=random, dtype=val.dtype)
         given.append(value)
     returned = run_programs(ranks, [copy.deepcopy(given) for _ in ranks])
