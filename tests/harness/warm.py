@@ -12,6 +12,7 @@ from torch.distributed.tensor import debug
 from torch.hub import tqdm
 
 import spmd
+from spmd.cache.surroundings import functions, surroundings
 
 from .backend import take_backend
 from .cases import MLP
@@ -28,6 +29,8 @@ def _warm_up() -> None:
         with suppress(Exception), fake_world(2):
             mode = spmd.DataParallel(parallel_style=style)
             compiled_run(0, MLP(optimizer="AdamW"), 1, parallel_mode=mode)
+    surroundings()  # ranks compare digests of our files and of torch's functions, of which a fake world asks for none
+    functions()
     debug._clear_sharding_prop_cache()  # it keeps meshes, and would give every rank those of the fake rank 0
 
 
