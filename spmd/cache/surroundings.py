@@ -136,12 +136,12 @@ def same_functions(was: Mapping[str, Sequence[Any]], now: Mapping[str, Sequence[
 
 
 def _digest(name: str, namespace: dict[str, Any]) -> list[Any]:
-    """That of a module of torch is made once, as long as all in it stays what it is: to make all takes 25 ms."""
+    """That of a module is made once, as long as all in it stays what it is: to make all takes 25 ms."""
     known = _known.get(name)
     if known is None or not known.holds(namespace):
         classes = [each for each in [*namespace.values()] if isinstance(each, type) and each.__module__ == name]
         known = _Looked([namespace, *map(vars, classes)], _made(name, namespace))
-        if name not in _OF_PYTHON:  # builtins has the last value of an interactive session, which is not kept alive
+        if name != "builtins":  # it has the last value of an interactive session, which is not kept alive
             _known[name] = known
     return known.digest
 
@@ -150,28 +150,30 @@ class _Looked:
     """What a digest was made of: the entries of a module and of its classes, and the code of their functions."""
 
     def __init__(self, places: list[Mapping[str, Any]], digest: list[Any]) -> None:
-        self.digest, self._places, self._entries = digest, places, _entries(places)
-        functions = [function for each in self._entries for function in _functions_in(each)]
+        self.digest, self._places, self._keys, self._values = digest, places, *_entries(places)
+        functions = [function for each in self._values for function in _functions_in(each)]
         self._functions, self._codes = functions, [each.__code__ for each in functions]
 
     def holds(self, namespace: Mapping[str, Any]) -> bool:
         """Whether these are the entries of that module, and the same objects still."""
         if namespace is not self._places[0]:  # another module has its name now
             return False
-        entries, codes = _entries(self._places), map(operator.attrgetter("__code__"), self._functions)
-        is_same = len(entries) == len(self._entries) and all(map(operator.is_, entries, self._entries))
-        return is_same and all(map(operator.is_, codes, self._codes))
+        keys, values = _entries(self._places)
+        if keys != self._keys or not all(map(operator.is_, values, self._values)):
+            return False
+        return all(map(operator.is_, map(operator.attrgetter("__code__"), self._functions), self._codes))
 
 
 _known: dict[str, _Looked] = {}
 
 
-def _entries(places: list[Mapping[str, Any]]) -> list[Any]:
-    found = list[Any]()
+def _entries(places: list[Mapping[str, Any]]) -> tuple[list[list[str]], list[Any]]:
+    """The names in each place, and what all of them stand for."""
+    keys, values = list[list[str]](), list[Any]()
     for each in places:
-        found += [*each]
-        found += [*each.values()]
-    return found
+        keys.append([*each])
+        values += each.values()
+    return keys, values
 
 
 def _functions_in(value: Any) -> list[types.FunctionType]:

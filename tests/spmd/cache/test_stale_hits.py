@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -164,6 +165,7 @@ CHANGES: dict[str, Change] = {
     "a hook of an optimizer": lambda m, model, o, p: o.register_step_pre_hook(lambda *_: None),
     "state of an optimizer": lambda m, model, o, p: o.state[model.first.weight].update(count=1),
     "one of torch's functions": lambda m, model, o, p: p.setattr(F, "gelu", F.relu),
+    "one of Python's functions": lambda m, model, o, p: p.setattr(math, "sqrt", lambda x: x**0.5),
     "another function for torch's": lambda m, model, o, p: p.setattr(F, "gelu", lambda x: x),
     "a callable for torch's": lambda m, model, o, p: p.setattr(
         F, "gelu", functools.partial(F.gelu, approximate="tanh")
