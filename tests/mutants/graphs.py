@@ -21,8 +21,6 @@ aten = torch.ops.aten
 Values = Mapping[str, Any]  # of a right program's nodes, by name
 Operator = Callable[[Program, fx.Node, Values], bool]
 
-_SAME = (Trait.VIEW, Trait.ALIAS, Trait.SAME_ELEMENTS, Trait.RETURNS_OPERAND, Trait.COPIES, Trait.RESHAPES)
-
 
 def dropped(program: Program, node: fx.Node, values: Values) -> bool:
     """A node is left out: its readers read an operand of its instead, or what a write would have written over."""

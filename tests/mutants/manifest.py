@@ -1,7 +1,12 @@
-"""The manifest of mutants: what can be wrong, by which operators its wrong versions are made, and what catches them."""
+"""The manifest of mutants: what can be wrong, how its wrong versions are made, and what catches them.
+
+Each table has an entry for every thing of its kind that there is; the test beside it fails for one without.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import passes
@@ -9,6 +14,15 @@ from passes import Pass
 from passes.ir.collectives import c10d
 from passes.runtime import coalesced_collectives, message_collectives, shared_memory_collectives
 from passes.update.split_micro_batches import SplitMicroBatches
+from spmd.rules import RULES
+from tests.spmd.verification.stream_mutants import KINDS
+
+from .facts import FACTS
+from .graphs import OPERATORS
+from .guards import GUARDS
+from .lowerings import LOWERINGS
+from .published import PUBLISHED
+from .rules import OPERATORS as OF_RULES
 
 PASSES: dict[type[Pass], str] = {
     passes.DropProfiler: "replicate",
@@ -74,3 +88,38 @@ SCHEDULED: dict[str, dict[str, Any]] = {
     "interleaved": {"stages": ("b", "c", "d"), "micro_batches": 4},
 }
 """Each schedule, and the mode of a pipeline that has it. The proof of a bundle or the numbers catch wrong orders."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Things of a kind, the operators that make wrong versions of each, what catches these, and its test."""
+
+    things: Collection[Any]
+    operators: Collection[str]
+    caught_by: str
+    test: str
+
+
+def _names(functions: Any) -> list[str]:
+    return [each.__name__ for each in functions]
+
+
+MANIFEST: dict[str, Section] = {
+    "pass": Section(PASSES, OPERATORS, "the checker, or the verifier's numbers", "mutants/test_passes.py"),
+    "collective": Section(COLLECTIVES, OPERATORS, "the checker, or the verifier's numbers", "mutants/test_passes.py"),
+    "published bug": Section(
+        PUBLISHED, ("by hand",), "the verifier, at its stage; no certificate", "spmd/verification/test_mutants.py"
+    ),
+    "rule": Section({*RULES.values()}, _names(OF_RULES), "the check of all options", "mutants/test_rules.py"),
+    "lowering": Section(LOWERINGS, ("by hand",), "numbers beside the plain step", "mutants/test_lowerings.py"),
+    "schedule": Section(
+        SCHEDULED,
+        ("dropped_programs", "repeated_programs", "of_other_ranks", "backwards"),
+        "the proof of the bundle, or its numbers",
+        "mutants/test_schedules.py",
+    ),
+    "order on streams": Section(KINDS, _names(KINDS), "the proof of streams", "spmd/verification/test_streams.py"),
+    "guard": Section(GUARDS, ("dropped", "stale"), "a call that must not be admitted", "mutants/test_guards.py"),
+    "fact of a cache": Section(FACTS, ("dropped",), "a key that must be another", "mutants/test_facts.py"),
+}
+"""All of it. What is made by hand is an edit of its own; operators make theirs at nodes drawn by seed."""

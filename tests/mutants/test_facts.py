@@ -9,7 +9,8 @@ import pytest
 from tests.spmd.cache.trainer import Trainer
 from tests.spmd.cache.trainer import trainer as trainer
 
-from .facts import FACTS, Call
+from .facts import Call
+from .manifest import FACTS
 
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.slow]
 

@@ -8,7 +8,8 @@ import pytest
 
 from spmd.guards.guards import Guards
 
-from .guards import GUARDS, Trial
+from .guards import Trial
+from .manifest import GUARDS
 
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.slow]
 

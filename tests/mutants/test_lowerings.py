@@ -8,7 +8,8 @@ import spmd
 from tests.harness.cases import MLP
 from tests.harness.oracle import all_unequal, compiled_run, plain_run
 
-from .lowerings import LOWERINGS, Lowering
+from .lowerings import Lowering
+from .manifest import LOWERINGS
 
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.slow]
 

@@ -22,9 +22,10 @@ from spmd.fuzzing import search
 from spmd.fuzzing.outcome import Outcome
 from spmd.verification.certificate import Certificate, certify_programs
 from spmd.verification.compared_stages import after_each
+from tests.mutants.manifest import PUBLISHED
+from tests.mutants.published import dropped, reduced_by
 
 from .prepared import MODES, Edit, Mutant, mutated, prepared
-from .test_mutants import MUTANTS, dropped, reduced_by
 from .test_verify import arguments, train_step
 
 pytestmark = pytest.mark.slow
@@ -66,14 +67,14 @@ def test_gradients_that_are_reduced_in_place_are_shown_and_verified(planned: boo
 
 @cache
 def of_mutant(name: str) -> Certificate:
-    base, edit, behind = MUTANTS[name]
+    base, edit, behind = PUBLISHED[name]
     return certificate(base, mutated(edit, behind))
 
 
 def cases() -> list[Any]:
     """Every twelfth mutant, and the one whose nodes declare another dtype than they compute; all with --exhaustive."""
-    always = {"a gradient in a narrower dtype", *list(MUTANTS)[::12]}
-    return [name if name in always else pytest.param(name, marks=pytest.mark.exhaustive) for name in MUTANTS]
+    always = {"a gradient in a narrower dtype", *list(PUBLISHED)[::12]}
+    return [name if name in always else pytest.param(name, marks=pytest.mark.exhaustive) for name in PUBLISHED]
 
 
 @pytest.mark.parametrize("name", cases())
@@ -85,7 +86,7 @@ def test_a_wrong_program_is_never_shown(name: str) -> None:
 
 @pytest.mark.exhaustive
 def test_most_wrong_programs_are_shown_to_be_wrong() -> None:
-    outcomes = [of_mutant(name).outcome for name in MUTANTS]
+    outcomes = [of_mutant(name).outcome for name in PUBLISHED]
     assert outcomes.count("wrong") >= 34 and set(outcomes) == {"wrong", "cannot show"}
 
 
