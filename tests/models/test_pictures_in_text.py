@@ -49,6 +49,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Te
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("world", "options"),
@@ -61,6 +62,7 @@ def test_a_picture_in_each_row(world: int, options: dict[str, Any]) -> None:
     assert verdict, verdict
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_features_that_do_not_fit_their_tokens_cost_the_call_alone() -> None:
     """The model checks their numbers over the whole batch, and each part those of its own rows."""

@@ -82,6 +82,7 @@ def test_keep_removes_what_is_older_and_incomplete(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-4", "step-5"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("keep", [None, 1], ids=["over the one before", "the one before goes"])
 def test_killed_at_any_moment_either_checkpoint_is_whole(keep: int | None, tmp_path: Path) -> None:
     """A child process saves over a checkpoint, or a newer one, and ends at its n-th operation on files."""

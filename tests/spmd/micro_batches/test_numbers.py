@@ -444,6 +444,7 @@ class CountsParts(Pass):
         return 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("step", "wrong"), [(regress, Forgets()), (regress, DrawsAnew()), (masked, CountsParts())])
 def test_verify_catches_what_is_wrong_in_micro_batches(step: Callable[..., Any], wrong: Pass) -> None:

@@ -154,6 +154,7 @@ def test_on_two_ranks_in_micro_batches(ranks: Ranks, name: str) -> None:
     assert_agrees(ranks, 2, Rows(name), {"parallel_style": "fully_shard", "micro_batches": 2}, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "options",

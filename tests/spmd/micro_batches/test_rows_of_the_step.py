@@ -86,6 +86,7 @@ def ids(rows: int) -> Tensor:
 STAGES = {"axes": {"stages": "dp"}, "stages": ["layer"], "micro_batches": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("bias", "rows", "options"),

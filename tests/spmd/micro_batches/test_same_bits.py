@@ -263,6 +263,7 @@ def test_parts_that_need_sums_of_all_are_computed_side_by_side() -> None:
         assert verdict, verdict
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_parts_of_one_turn_are_computed_side_by_side() -> None:
     """Memory falls with the number of turns; the right numbers; and what needs sums of all parts is refused."""

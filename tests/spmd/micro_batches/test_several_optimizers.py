@@ -74,6 +74,7 @@ def test_a_scaler_skips_one_of_them(step: Callable[..., Any]) -> None:
     assert found[0][-1] == 4 and found[0][-2] == 4.0  # the second one steps in each call; two calls halve the scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [together, in_turn])
 def test_ranks_skip_the_same(step: Callable[..., Any]) -> None:
     compiled = spmd.compile(step, parallel_mode=spmd.DataParallel("fully_shard", micro_batches=3))

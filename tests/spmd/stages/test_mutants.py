@@ -312,6 +312,7 @@ def is_certified(captured: Program, bundle: Bundle) -> bool:
         return bool(certify_bundle(captured, [(bundle, k) for k in range(2)], "step"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NOT_CERTIFIED)
 def test_mutants_are_not_certified(
     programs: tuple[Program, Program], kind: Callable[[Bundle], Iterator[Bundle]]
@@ -331,6 +332,7 @@ def whole_bias(program: Program) -> bool:
     return bool(shares)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("edit", [test_bundles.nothing, whole_bias])
 def test_stages_beside_tensors_are_certified(edit: Callable[[Program], bool]) -> None:
@@ -397,6 +399,7 @@ def certified_addends(add: str, ranks: int, kind: Any = "fully_shard", **options
     return spmd.certify(compiled, *given, world=2 * ranks, mesh={"pp": 2, "dp": ranks})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "add", ["as it is", "own twice", "moved", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in [*ADDS][1:5:2])]
@@ -406,6 +409,7 @@ def test_addends_that_two_ranks_exchange_are_certified(add: str) -> None:
     assert bool(found) is (add == "as it is"), found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("mode", [{}, {"kind": "replicate", "shard_optimizer": True}], ids=["split", "optimizer"])
 def test_addends_that_three_ranks_exchange_are_certified(mode: dict[str, Any]) -> None:

@@ -147,6 +147,7 @@ def random_sizes(count: int, *rows: tuple[int, ...], seed: int = 0) -> list[tupl
     return [(rows[k % len(rows)], length) for k, length in enumerate(lengths)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world, options, kind, rows, traces, count", [
     (2, {"parallel_style": "replicate"}, "SGD", [(2, 2)], 2, 4),
     pytest.param(
@@ -176,6 +177,7 @@ def test_random_lengths_are_exact(
 
 
 @not_on_2_11
+@pytest.mark.processes
 def test_ranks_bring_unequal_rows_of_a_length_that_is_new(new_ranks: Ranks) -> None:
     sizes = [((2, 2), 5), ((2, 2), 9), ((3, 2), 9), ((4, 1), 12), ((0, 3), 7), ((2, 2), 5)]
     (first, _), (other, _) = new_ranks.run(2, train, {"parallel_style": "fully_shard"}, sizes, "SGD")
