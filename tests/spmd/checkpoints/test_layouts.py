@@ -115,12 +115,14 @@ USUAL_RUNS = (
     ("replicate", 2, "Muon", True),
     ("shard_optimizer", 2, "Adam", True),
     ("rounded", 2, "Adam", True),
-    ("rounded", 3, "SGD", False),
 )
 OTHER_RUNS = [
-    (*place, optimizer, is_new)
-    for k, (place, optimizer) in enumerate(product(USUAL, ("Adam", "Muon", "Adafactor", "SGD")))
-    if place != PLAIN and (*place, optimizer, is_new := k % 3 == 0) not in USUAL_RUNS
+    ("rounded", 3, "SGD", False),
+    *(
+        (*place, optimizer, is_new)
+        for k, (place, optimizer) in enumerate(product(USUAL, ("Adam", "Muon", "Adafactor", "SGD")))
+        if place != PLAIN and (*place, optimizer, is_new := k % 3 == 0) not in USUAL_RUNS
+    ),
 ]
 
 
