@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
+from xml.etree import ElementTree
 
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -45,3 +48,20 @@ def _times(process: int) -> list[float]:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return [int(field) * _TICK for field in fields[11:15]]
     return [0.0] * 4
+
+
+def main() -> None:
+    """``python -m tests.harness.cpu_time REPORT``: the costliest files and tests of ``pytest --junitxml=REPORT``."""
+    files, tests = Counter[str](), Counter[str]()
+    for case in ElementTree.parse(sys.argv[1]).iter("testcase"):
+        for each in case.iterfind("properties/property[@name='cpu']"):
+            seconds, file = float(each.attrib["value"]), case.attrib["classname"]
+            files[file] += seconds
+            tests[f"{file}::{case.attrib['name']}"] += seconds
+    print(f"{sum(files.values()):.0f} s of processor time in {len(tests)} tests")
+    for found in (files, tests):
+        print(*(f"{seconds:8.1f}  {name}" for name, seconds in found.most_common(40)), sep="\n", end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from .cpu_time import cpu_seconds
+from .cpu_time import cpu_seconds, main
 from .pool import Ranks
 
 LONG = 0.1  # seconds; Linux counts in hundredths
@@ -33,3 +34,21 @@ def test_ranks_count(ranks: Ranks) -> None:
     before = cpu_seconds()
     ranks.run(2, job)
     assert cpu_seconds() - before >= 2 * LONG - 0.04
+
+
+def test_the_costliest_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = (
+        '<testcase classname="tests.{}" name="{}"><properties><property name="cpu" value="{}"/></properties></testcase>'
+    )
+    cases = [case.format(*each) for each in (("a", "one", 1.25), ("b", "two", 2.0), ("a", "three", 0.75))]
+    (tmp_path / "report.xml").write_text(f"<testsuites>{''.join(cases)}<testcase/></testsuites>")
+    monkeypatch.setattr("sys.argv", ["", str(tmp_path / "report.xml")])
+    main()
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "4 s of processor time in 3 tests"
+    assert [line.split()[1] for line in lines if line] == ["tests.a", "tests.b", *TESTS]
+
+
+TESTS = ("tests.b::two", "tests.a::one", "tests.a::three")
