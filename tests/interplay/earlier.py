@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from .dimensions import Row
 from .seeds import git
 
 PACKAGES = ("passes", "spmd")
+_TIMEOUT = 300.0  # seconds
 
 
 def commit_before(root: Path) -> str | None:
@@ -37,7 +39,9 @@ def found_before(root: Path, commit: str, row: Row) -> list[str] | None:
         (tree / "tests").symlink_to(root / "tests")
         (tree / "rows.json").write_text(json.dumps([row]))
         command = [sys.executable, "-m", "tests.interplay", "--rows", "rows.json", "--results", "results.jsonl"]
-        subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, check=False)
+        env = os.environ | {"PYTHONPATH": folder}
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, cwd=tree, env=env, capture_output=True, check=False, timeout=_TIMEOUT)
         results = tree / "results.jsonl"
         lines: list[str] | None = json.loads(results.read_text())["found"] if results.exists() else None
         return lines

@@ -41,7 +41,7 @@ def test_rows_compute_what_the_plain_step_computes(number: int, ranks: Ranks) ->
     try:
         found = found_in(ranks, row)
     except RankError as error:
-        found = [str(error)]
+        found = [f"raised: {error}"]
     if found and (reason := excuse(ROOT, row, found)):
         pytest.xfail(reason)
     assert not found, sentence(row, found)
