@@ -150,7 +150,7 @@ class Mutant:
     programs: Sequence[Program]
 
 
-def mutants(base: Base, sites: Sequence[str], operator: str, seed: str = "") -> Iterator[Mutant]:
+def mutants(base: Base, sites: Sequence[str], operator: str, seed: str) -> Iterator[Mutant]:
     """All wrong versions by an operator at these nodes, in an order drawn by seed; the same edit on all ranks."""
     values = dict[str, Any]()
 
@@ -171,14 +171,18 @@ def communicating(base: Base, op: Any) -> list[str]:
     return [each.name for start in starts for each in (start, *filter(is_wait, start.users))]
 
 
-def outcomes(base: Base, sites: Sequence[str], seed: str = "") -> dict[str, str]:
+def outcomes(base: Base, sites: Sequence[str], seed: str, most: int) -> dict[str, str]:
     """What catches the wrong versions by each operator that makes one; each is tried until one is caught.
+
+    The operators are taken in an order drawn by seed, until one of each of ``most`` operators is caught.
 
     One that changes no number of any rank is as good as the right one; raises ``AssertionError`` for any other one that
     is not caught.
     """
     found = dict[str, str]()
-    for operator in graphs.OPERATORS:
+    for operator in graphs.in_turn([*graphs.OPERATORS], seed):
+        if sum(map(bool, found.values())) == most:
+            break
         for mutant in islice(mutants(base, sites, operator, seed), TRIED):
             found[operator] = caught_by(base, mutant.programs)
             if found[operator]:
