@@ -109,9 +109,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     """Which rows of the covering array run."""
-    from .interplay.seeds import ROWS, VARIABLE, seed
+    from .interplay.array import rows_within
+    from .interplay.seeds import SECONDS, VARIABLE, seed
 
-    return f"interplay: {ROWS} rows of {VARIABLE}={seed()}"
+    return f"interplay: {len(rows_within(seed(), SECONDS))} rows of {VARIABLE}={seed()}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

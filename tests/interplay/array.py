@@ -14,6 +14,9 @@ from .dimensions import DECIDING, DIMENSIONS, REFUSED, Row, is_possible, why_imp
 
 Pair = frozenset[tuple[str, str]]
 _TRIES = 8  # rows made for each that is taken
+_TRIED = 40  # rows of which some are within a time
+_SECONDS = 9.0  # of a rank
+_RANKS = {"1": 1, "3": 3, "2x2": 4, "tensor": 4, "sequence x batch": 4, "stages x batch": 4}  # else 2
 
 
 def pairs() -> set[Pair]:
@@ -78,6 +81,22 @@ def rows_of_triples(seed: int, count: int) -> list[Row]:
             found.append({dimension: row[dimension] for dimension in DIMENSIONS})
             had |= {frozenset(each) for each in combinations(row.items(), 3)}
     return found
+
+
+def rows_within(seed: int, seconds: float) -> list[Row]:
+    """Rows of triples that take about so much processor time together."""
+    found, left = list[Row](), seconds
+    for row in rows_of_triples(seed, _TRIED):
+        if (takes := _seconds(row)) <= left:
+            found, left = [*found, row], left - takes
+    return found
+
+
+def _seconds(row: Row) -> float:
+    """About how long a row takes, from those that were measured: each rank compiles for itself in most."""
+    processes = 1.5 if row["cache"] == "warm" else 1.0
+    processes *= 1.5 if row["between"] == "new process" else 1.0
+    return _SECONDS * processes * _RANKS.get(row["mesh"], 2)
 
 
 def plain_row(**values: str) -> Row:

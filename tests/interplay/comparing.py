@@ -98,7 +98,7 @@ def refusal(values: Mapping[str, str]) -> str:
     try:
         with tempfile.TemporaryDirectory() as folder:
             step, training = compiled(values, Path(folder)), Training.of(values)
-            annotate(values["annotations"], training.model)
+            annotate(values, training.model)
             step(*training.arguments(), *batch(values, 0, 0))
     except (passes.SpmdError, ValueError, TypeError) as error:
         return " ".join(str(error).split())
@@ -143,7 +143,7 @@ def _run(
 def _fresh(values: Mapping[str, str], step: Any) -> Training:
     training = Training.of(values)
     if isinstance(step, spmd.CompiledStep):
-        annotate(values["annotations"], training.model)
+        annotate(values, training.model)
     return training
 
 
@@ -166,13 +166,15 @@ def _between(
     return training
 
 
-def annotate(how: str, model: nn.Module) -> None:
-    """Mark one block."""
-    block = model.get_submodule("blocks.1")
+def annotate(values: Mapping[str, str], model: nn.Module) -> None:
+    """Mark one block, which then has policies of its own."""
+    how, block, given = values["annotations"], model.get_submodule("blocks.1"), dict[str, Any]()
+    if values["wire"] == "computed in fp32":
+        given["mp_policy"] = spmd.MixedPrecisionPolicy(_FP32, torch.float64)
     if how == "offloaded":
-        spmd.fully_shard(block, offload_policy=spmd.OffloadPolicy())
+        spmd.fully_shard(block, offload_policy=spmd.OffloadPolicy(), **given)
     elif how != "none":
-        getattr(spmd, how)(block)
+        getattr(spmd, how)(block, **given)
 
 
 def compiled(values: Mapping[str, str], folder: Path) -> Any:

@@ -158,6 +158,9 @@ REFUSED: dict[str, Excludes] = {
     'expected no offload_policy with bits="same" where state is split: leave out one of them': lambda row: (
         _has(row, "annotations", "offloaded") and _has(row, "bits", "same")
     ),
+    'expected no gather_dtype with bits="same"': lambda row: (
+        _has(row, "wire", "gathered in fp32") and _has(row, "bits", "same")
+    ),
     'expected gradients to be reduced in their own dtype with bits="same"': lambda row: (
         _has(row, "wire", "reduced in fp32") and _has(row, "bits", "same")
     ),

@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-ROWS = 8  # in the default run, for 60 to 90 seconds of one core
+SECONDS = 80.0  # of one core, about, for the rows of the default run
 VARIABLE = "INTERPLAY_SEED"
 ROOT = Path(__file__).parents[2]
 

@@ -10,11 +10,11 @@ import pytest
 
 from ..harness.fake import fake_world
 from ..harness.pool import RankError, Ranks
-from .array import covered, pairs, refused_row, rows, rows_of_triples
+from .array import covered, pairs, refused_row, rows, rows_of_triples, rows_within
 from .comparing import refusal, world
-from .dimensions import DIMENSIONS, REFUSED, is_possible
+from .dimensions import DIMENSIONS, REFUSED, Row, is_possible
 from .running import found_in
-from .seeds import ROOT, ROWS, seed
+from .seeds import ROOT, SECONDS, seed
 from .verdict import excuse, sentence
 
 
@@ -34,10 +34,14 @@ def test_rows_of_triples_are_those_of_their_seed() -> None:
     assert all(map(is_possible, few)) and all(list(row) == list(DIMENSIONS) for row in few)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_some_rows_fit_into_the_time_of_the_default_run(seed: int) -> None:
+    assert 2 <= len(rows_within(seed, SECONDS)) <= 10 and not rows_within(seed, 1.0)
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("number", range(ROWS))
-def test_rows_compute_what_the_plain_step_computes(number: int, ranks: Ranks) -> None:
-    row = rows_of_triples(seed(), ROWS)[number]
+@pytest.mark.parametrize("row", [pytest.param(row, id=str(n)) for n, row in enumerate(rows_within(seed(), SECONDS))])
+def test_rows_compute_what_the_plain_step_computes(row: Row, ranks: Ranks) -> None:
     try:
         found = found_in(ranks, row)
     except RankError as error:
