@@ -25,6 +25,7 @@ from ..ranks.simulated import Simulated, standing_for
 from ..ranks.world import describe
 from ..running.compiled import Compiled
 from ..running.inputs import Running
+from ..state.split_tensor import own_looks
 from ..step import CompiledStep
 from .compared_stages import RankPrograms, after_each, transforms
 from .copies import Copy, Subject, on_copies
@@ -60,8 +61,8 @@ class SimulatedRank:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let this process stand for the rank."""
-        with standing_for(Simulated(self.number)):
+        """Let this process stand for the rank, in a call of the step."""
+        with standing_for(Simulated(self.number)), own_looks():
             yield
 
     def _cut_batch(self) -> None:

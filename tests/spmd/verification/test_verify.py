@@ -428,3 +428,20 @@ def test_parts_are_put_together_where_they_are(device: str) -> None:
     whole = put_together(parts, (3, 1), (Shard(0),), meshes, 0.0)
     assert whole.device.type == device
     assert device == "meta" or whole.tolist() == [[1.0], [2.0], [3.0]]
+
+
+def test_weights_are_put_back_where_state_is_split_by_an_earlier_call() -> None:
+    """A call that compiles looks at split parts as a call on ranks does."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        weight = model[0].weight
+        kept = weight.data.clone()
+        weight.data = kept * 1.1
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        weight.data = kept
+        optimizer.step()
+        return loss  # the gradients stay: the second call needs another program
+
+    compiled = spmd.compile(step, parallel_mode=spmd.DataParallel("fully_shard"))
+    assert spmd.verify(compiled, *arguments(optimizer="SGD"), world=2, steps=2)
