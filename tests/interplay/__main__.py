@@ -1,17 +1,22 @@
-"""``python -m tests.interplay``: run all rows, a line each. Rows that a file of results has are not run again."""
+"""``python -m tests.interplay``: run all rows, a line each. Rows that a file of results has are not run again.
+
+Each row is also verified, and certified where that is possible; the last line counts those where it is not.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
+from collections import Counter
 from pathlib import Path
 
 from ..harness.pool import RankError, Ranks
 from .array import described, plain_row, rows, rows_of_triples
 from .dimensions import Row
 from .known import values_of
-from .running import found_in
+from .planted import FAULTS
+from .running import checks_of, found_in
 
 
 def main() -> None:
@@ -23,6 +28,7 @@ def main() -> None:
     command.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after that time")
     command.add_argument("--triples", type=int, help="in place of all pairs, a number of rows of triples, by the seed")
     command.add_argument("--rows", type=Path, help="in place of them, those of a JSON file")
+    command.add_argument("--fault", default="", choices=["", *FAULTS], help="a fault to plant, which rows may find")
     command.add_argument("--only", help='one row alone, by what is not plain: "mesh=3, cache=warm"')
     given = command.parse_args()
     given.results.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +36,7 @@ def main() -> None:
     known = set()
     if given.results.exists():
         known = {str(json.loads(line)["values"]) for line in given.results.read_text().splitlines()}
-    pool, began = Ranks(), time.monotonic()
+    pool, began, not_shown = Ranks(), time.monotonic(), Counter[str]()
     try:
         for number, row in enumerate(chosen):
             if str(row) in known or given.row not in (None, number):
@@ -38,18 +44,27 @@ def main() -> None:
             if time.monotonic() - began > given.seconds:
                 break
             started = time.monotonic()
-            try:
-                lines = found_in(pool, row)
-            except RankError as error:
-                lines = [f"raised: {error}"]
+            lines, not_checked = _run(pool, row, given.fault)
+            not_shown += Counter(each.partition(":")[0] for each in not_checked)
             seconds = time.monotonic() - started
             print(f"{number:3} {seconds:5.1f} s {described(row)}", flush=True)
-            for line in lines[:4]:
+            for line in (*lines[:4], *not_checked):
                 print("       ", line[:600], flush=True)
             with given.results.open("a") as file:
                 file.write(json.dumps({"seed": given.seed, "row": number, "values": row, "found": lines}) + "\n")
     finally:
         pool.close()
+    print(", ".join(f"{count} {what}" for what, count in not_shown.items()) or "all verified and certified")
+
+
+def _run(pool: Ranks, row: Row, fault: str) -> tuple[list[str], list[str]]:
+    """A line for each difference of a row, and for what cannot be verified or certified."""
+    try:
+        found = found_in(pool, row, fault)
+        wrong, not_checked = checks_of(pool, row, fault)
+    except RankError as error:
+        return [f"raised: {error}"], []
+    return [*found, *wrong], not_checked
 
 
 def _chosen(given: argparse.Namespace) -> list[Row]:

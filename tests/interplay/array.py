@@ -10,9 +10,10 @@ import random
 from collections.abc import Sequence
 from itertools import combinations, product
 
-from .dimensions import DECIDING, DIMENSIONS, REFUSED, Row, is_possible, why_impossible
+from .dimensions import DECIDING, DIMENSIONS, REFUSED, TOGETHER, Row, is_possible, why_impossible
 
-Pair = frozenset[tuple[str, str]]
+Pair = frozenset[tuple[str, str]]  # of values of two dimensions; ``TOGETHER`` has some of more
+_TOGETHER = [frozenset(each.items()) for each in TOGETHER]
 _TRIES = 8  # rows made for each that is taken
 _TRIED = 40  # rows of which some are within a time
 _SECONDS = 9.0  # of a rank
@@ -20,8 +21,8 @@ _RANKS = {"1": 1, "3": 3, "2x2": 4, "tensor": 4, "sequence x batch": 4, "stages 
 
 
 def pairs() -> set[Pair]:
-    """All pairs of values of two dimensions that some row has."""
-    draw, found = random.Random(0), set[Pair]()
+    """All pairs of values of two dimensions that some row has, and what else rows have together."""
+    draw, found = random.Random(0), {*_TOGETHER}
     for one, other in combinations(DIMENSIONS, 2):
         for value, second in product(DIMENSIONS[one], DIMENSIONS[other]):
             if frozenset({(one, value), (other, second)}) not in found:
@@ -30,8 +31,8 @@ def pairs() -> set[Pair]:
 
 
 def covered(row: Row) -> set[Pair]:
-    """The pairs that a row has."""
-    return {frozenset(pair) for pair in combinations(row.items(), 2)}
+    """The pairs that a row has, and what else it has together."""
+    return {frozenset(pair) for pair in combinations(row.items(), 2)} | {t for t in _TOGETHER if t <= row.items()}
 
 
 def completed(begun: Row, draw: random.Random, left: set[Pair] | None = None) -> Row | None:

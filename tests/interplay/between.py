@@ -11,6 +11,7 @@ from typing import Any
 import spmd
 
 from .dimensions import DIMENSIONS, Row, is_possible
+from .simulating import simulated
 from .training import WIDTH, Training
 
 Batch = tuple[Any, ...]
@@ -35,6 +36,9 @@ class Plain:
         """Give a training the state that was kept."""
         for name, each in training.saved().items():
             each.load_state_dict(self.saved[name])
+
+    def look(self, step: Any) -> None:
+        """There is no program to look at."""
 
     def fail(self, step: Any, training: Training, given: Batch) -> None:
         """A call that fails changes nothing, as if it were not there."""
@@ -62,6 +66,10 @@ class Compiled:
     def load(self, training: Training) -> None:
         """Read it."""
         spmd.load(self.folder, **training.saved())
+
+    def look(self, step: Any) -> None:
+        """Look at the simulation of the program that ran."""
+        self.found += simulated(step.report())
 
     def fail(self, step: Any, training: Training, given: Batch) -> None:
         """Let a call fail on all ranks, one of which has a reason to."""

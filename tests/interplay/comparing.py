@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -14,13 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import passes
 import spmd
+from spmd.lowering import islands
 
 from ..harness.messages import messages
 from ..harness.oracle import Snapshot, all_unequal, snapshot
 from .between import FAILED, Batch, Compiled, Plain
-from .effects import counted_traces, each_rank_traces, missing, tight_budgets
+from .draws import DrawsByPosition, begin_draws
+from .effects import budgets_of_values, counted_traces, each_rank_traces, least, missing, tight
 from .overrides import OVERRIDES
-from .training import CALLS, Training, batch, step_of
+from .planted import planted
+from .training import CALLS, IN_PLACE, Training, batch, step_of
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any] | None]] = {
     "1": ({"dp": 1}, None),
@@ -54,21 +58,27 @@ def world(values: Mapping[str, str]) -> int:
 
 
 def differences(
-    rank: int, count: int, values: Mapping[str, str], folder: Path, calls: range = range(CALLS), is_warm: bool = False
+    rank: int,
+    count: int,
+    values: Mapping[str, str],
+    folder: Path,
+    calls: range = range(CALLS),
+    is_warm: bool = False,
+    fault: str = "",
 ) -> list[str]:
     """A job of a rank: a line for each value that differs from the plain step's; what was raised, as its one line.
 
     ``folder``: what the processes of a row have in common. ``calls``: those of this process, which takes the state from
     there but for the first. ``is_warm``: an earlier process has made the same calls, so that nothing is traced.
+    ``fault``: one that is planted in the compiled step (``planted.py``).
     """
-    axes = MESHES[values["mesh"]][0]
-    parts = [part_of(axes, other) for other in range(count)]
-    whole = [_joined(values, len(set(parts)), call) for call in range(CALLS)]
-    want = _run(values, step_of(values), whole, Plain(), range(CALLS))[calls.start : calls.stop]
-    own = [batch(values, part_of(axes, rank), call) for call in range(CALLS)]
-    with ExitStack() as stack:
-        if values["transport"] == "messages":
-            stack.enter_context(messages(rank))
+    parts = parts_of(values)
+    whole = [joined(values, call) for call in range(CALLS)]
+    with DrawsByPosition() as draws:
+        plain = draws.counted(step_of(values))
+        want = _run(values, plain, whole, Plain(), range(CALLS))[calls.start : calls.stop]
+    own = [batch(values, parts[rank], call) for call in range(CALLS)]
+    with settings(values, rank), planted(fault):
         try:
             found, got = _compiled_run(rank, count, values, own, folder, calls, is_warm)
         except (passes.SpmdError, ValueError, TypeError) as error:
@@ -86,11 +96,44 @@ def _compiled_run(
         traces = stack.enter_context(counted_traces())
         if values["cache"] == "each rank":
             stack.enter_context(each_rank_traces())
-        if values["memory"] == "tight":
-            stack.enter_context(tight_budgets())
-        step = compiled(values, folder)
-        got = _run(values, step, own, beside, calls)
+        if values["memory"] != "tight":
+            step = compiled(values, folder)
+            got = _run(values, step, own, beside, calls)
+        else:
+            stack.enter_context(budgets_of_values())
+            step, got = _within_budget(values, own, folder, beside, calls)
+        step.flush()  # a second model may have an update pending
         return [*beside.found, *missing(values, step, len(traces), is_warm)], got
+
+
+def _within_budget(
+    values: Mapping[str, str], own: list[Batch], folder: Path, beside: Compiled, calls: range
+) -> tuple[Any, list[Snapshot]]:
+    """The step with a budget that is less than it takes, or the least that it asks for, and what a user sees."""
+    wide = values | {"memory": "1GB", "between": "nothing"}
+    _run(wide, step := compiled(wide, folder), own, beside, range(3))  # has all lengths
+    budget = tight(step)
+    for _ in range(CALLS):  # each program may ask for more
+        begin_draws(calls.start)
+        step = compiled(values, folder, budget)
+        try:
+            return step, _run(values, step, own, beside, calls)
+        except passes.MemoryBudgetError as error:
+            budget = least(error)
+    raise AssertionError(f"no budget is enough, not even {budget} bytes")
+
+
+@contextmanager
+def settings(values: Mapping[str, str], rank: int) -> Iterator[None]:
+    """How the process of a rank stands beside the plain step: on its own host, or with islands that nothing times."""
+    with ExitStack() as stack:
+        stack.callback(spmd.seed, None)
+        begin_draws()
+        if values["transport"] == "messages":
+            stack.enter_context(messages(rank))
+        if values["backend"] == "inductor":
+            stack.enter_context(mock.patch.multiple(islands, _LEAST_GAIN=0.0, seconds_of=lambda *_: (1.0, 1.0)))
+        yield
 
 
 def refusal(values: Mapping[str, str]) -> str:
@@ -105,8 +148,13 @@ def refusal(values: Mapping[str, str]) -> str:
     return ""
 
 
-def part_of(axes: Mapping[str, int], rank: int) -> int:
-    """Which rows of the batch a rank has: its place along the axes that split it."""
+def parts_of(values: Mapping[str, str]) -> list[int]:
+    """Which rows of the batch each rank has."""
+    return [_part_of(MESHES[values["mesh"]][0], rank) for rank in range(world(values))]
+
+
+def _part_of(axes: Mapping[str, int], rank: int) -> int:
+    """Its place along the axes that split the batch."""
     place, found = rank, 0
     coordinates = {}
     for name, size in reversed(axes.items()):
@@ -117,8 +165,10 @@ def part_of(axes: Mapping[str, int], rank: int) -> int:
     return found
 
 
-def _joined(values: Mapping[str, str], parts: int, call: int) -> tuple[Any, ...]:
-    return tuple(map(torch.cat, zip(*(batch(values, part, call) for part in range(parts)), strict=True)))
+def joined(values: Mapping[str, str], call: int) -> tuple[Any, ...]:
+    """The whole batch of a call."""
+    parts = range(len(set(parts_of(values))))
+    return tuple(map(torch.cat, zip(*(batch(values, part, call) for part in parts), strict=True)))
 
 
 def _run(
@@ -133,7 +183,11 @@ def _run(
         if values["between"] == "second model" and call == 2:
             step(*_fresh(values, step).arguments(), *batches[call])
         result = step(*training.arguments(), *batches[call])
-        seen.append(snapshot((result, [*training.log]), training.arguments()[:3]))
+        beside.look(step)
+        stays_pending = values["deferral"] == "yes" and call == 1  # to look at state would finish an update
+        seen.append(snapshot((result, [*training.log]), () if stays_pending else training.arguments()[:3]))
+        if stays_pending and values["between"] in IN_PLACE and isinstance(step, spmd.CompiledStep):
+            step.flush()
         training.after(call)
         if call == 1:
             training = _between(values, step, batches, beside, training)
@@ -177,27 +231,36 @@ def annotate(values: Mapping[str, str], model: nn.Module) -> None:
         getattr(spmd, how)(block, **given)
 
 
-def compiled(values: Mapping[str, str], folder: Path) -> Any:
-    """The compiled step of a row."""
+def compiled(
+    values: Mapping[str, str], folder: Path, memory: int | str | None = None, is_simulated: bool = False
+) -> Any:
+    """The compiled step of a row. ``memory``: the budget, where that of a row is tight.
+
+    ``is_simulated``: there are no ranks to make a mesh of.
+    """
     options: dict[str, Any] = {}
     if values["backend"] == "graph copied":
         options["gm_transformation"] = lambda graph_module: torch.fx.GraphModule(graph_module, graph_module.graph)
+    if values["backend"] == "inductor":
+        options["backend"] = "inductor"
     if values["backend"] == "no passes":
         options["passes"] = ()
     if values["memory"] != "any":
-        options["memory"] = "1GB"  # a tight one follows from what a program takes
+        options["memory"] = memory or "1GB"
     if values["cache"] in ("written", "warm"):
         options["cache"] = folder / "cache"
     if values["dynamic"] == "named":
         options["dynamic"] = {name: {0: "rows", 1: "length"} for name in ("x", "y")}
     if values["override"] != "none":
         options["module_override"] = [OVERRIDES[values["override"]]()]
-    return spmd.compile(step_of(values), parallel_mode=_mode(values), **options)
+    return spmd.compile(step_of(values), parallel_mode=_mode(values, is_simulated), **options)
 
 
-def _mode(values: Mapping[str, str]) -> spmd.DataParallel:
+def _mode(values: Mapping[str, str], is_simulated: bool) -> spmd.DataParallel:
     shape, axes = MESHES[values["mesh"]]
-    given: dict[str, Any] = {"mesh": init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))}
+    given: dict[str, Any] = {}
+    if not is_simulated:
+        given["mesh"] = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     style = values["style"]
     given["parallel_style"] = {"kept whole": "fully_shard", "shard_optimizer": "replicate"}.get(style, style)
     given |= {"reshard_after_forward": False} if style == "kept whole" else {}

@@ -12,7 +12,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "style": ("replicate", "fully_shard", "kept whole", "default", "shard_optimizer"),
     "annotations": ("none", "fully_shard", "replicate", "offloaded"),
     "wire": ("own", "reduced in fp32", "gathered in fp32", "computed in fp32"),
-    "micro_batches": ("1", "2", "4"),
+    "micro_batches": ("1", "2", "4", "3"),
     "reduce": ("once", "each"),
     "bits": ("any", "same"),
     "schedule": ("1f1b", "gpipe", "zb-h1", "interleaved"),
@@ -24,12 +24,18 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "cache": ("one rank for all", "each rank", "written", "warm"),
     "dynamic": ("found", "named"),
     "override": ("none", "replacement", "transform"),
-    "backend": ("aten", "graph copied", "no passes"),
+    "backend": ("aten", "graph copied", "no passes", "inductor"),
     "clears": ("last", "first", "each second", "each second, clipped"),
-    "optimizer": ("SGD", "momentum", "AdamW", "fused AdamW", "Adafactor", "two groups and a schedule"),
-    "model": ("plain", "tied", "batch norm", "counter", "frozen", "unused", "hook", "log", "average", "mixture"),
-    "loss": ("mean", "masked", "sum", "penalty"),
-    "op": ("none", "floor", "remainder", "convolution", "put back", "rows that the step makes", "causal mask"),
+    "optimizer": ("SGD", "momentum", "AdamW", "fused AdamW", "Adafactor", "two groups and a schedule", "step hooks"),
+    "model": (
+        *("plain", "tied", "batch norm", "counter", "branch", "frozen", "unused", "hook", "accumulation hook", "log"),
+        *("average", "mixture", "rows alone"),
+    ),
+    "loss": ("mean", "masked", "sum", "penalty", "ctc"),
+    "op": (
+        *("none", "floor", "remainder", "convolution", "channels last", "draw", "put back"),
+        *("rows that the step makes", "causal mask"),
+    ),
     "rows": ("even", "short third", "uneven", "other length"),
     "between": (
         *("nothing", "eval", "parameter", "state in place", "state replaced", "learning rate", "freeze", "load"),
@@ -43,6 +49,14 @@ DECIDING = (
     *("mesh", "style", "micro_batches", "transport", "bits", "reduce", "deferral", "model", "loss"),
     *("annotations", "offload", "memory", "backend", "clears", "schedule", "attention"),
     *("wire", "override", "cache", "between", "op"),
+)
+
+# More than two values that were wrong together once: rows have these, too.
+TOGETHER: tuple[Row, ...] = (
+    {"transport": "messages", "style": "fully_shard", "cache": "one rank for all"},
+    {"mesh": "1", "backend": "inductor", "op": "floor"},
+    {"mesh": "1", "micro_batches": "3", "model": "rows alone", "op": "draw"},
+    {"deferral": "yes", "between": "state replaced", "optimizer": "momentum"},
 )
 
 Excludes = Callable[[Mapping[str, str]], bool]
@@ -108,6 +122,10 @@ UNWRITTEN: dict[str, Excludes] = {
     "a pipeline computes nothing again for a budget": lambda row: (
         _has(row, "mesh", *_STAGES) and _has(row, "memory", "tight")
     ),
+    "rows alone have no sequence": lambda row: (
+        _has(row, "model", "rows alone")
+        and _has(row, "op", "convolution", "channels last", "rows that the step makes", "causal mask")
+    ),
     "the kernel of attention has no second derivative": lambda row: (
         _has(row, "model", "tied") and _has(row, "loss", "penalty")
     ),
@@ -126,6 +144,9 @@ REFUSED: dict[str, Excludes] = {
     ),
     "expected no gm_transformation with stages": lambda row: (
         _has(row, "mesh", *_STAGES) and _has(row, "backend", "graph copied")
+    ),
+    'expected backend="aten" with bits="same", whose kernels are the same in each run': lambda row: (
+        _has(row, "backend", "inductor") and _has(row, "bits", "same")
     ),
     'expected no axis with the role "stages" with bits="same"': lambda row: (
         _has(row, "mesh", *_STAGES) and _has(row, "bits", "same")
@@ -166,7 +187,7 @@ REFUSED: dict[str, Excludes] = {
     ),
     "expected no transform with stages": lambda row: _has(row, "mesh", *_STAGES) and _has(row, "override", "transform"),
     "so that its gradients cannot be deferred": lambda row: (
-        _has(row, "deferral", "yes") and _lacks(row, "clears", "last")
+        _has(row, "deferral", "yes") and (_lacks(row, "clears", "last") or _has(row, "between", "group added"))
     ),
     "expected no gm_transformation with defer_updates=True": lambda row: (
         _has(row, "deferral", "yes") and _has(row, "backend", "graph copied")
@@ -192,6 +213,9 @@ REFUSED: dict[str, Excludes] = {
     ),
     'bits="same" with micro_batches=4 takes a virtual part for each of them': lambda row: (
         _has(row, "bits", "same") and _has(row, "micro_batches", "4") and _has(row, "mesh", "2x2")
+    ),
+    'expected micro_batches to divide virtual=8 with bits="same"': lambda row: (
+        _has(row, "bits", "same") and _has(row, "micro_batches", "3")
     ),
     "memory= recomputes values before FormUnits": lambda row: (
         _lacks(row, "memory", "any") and _has(row, "backend", "no passes")

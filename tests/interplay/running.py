@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..harness.pool import Ranks
+from .checking import checked
 from .comparing import differences, world
 from .dimensions import Row
 from .training import CALLS
@@ -14,16 +15,27 @@ from .training import CALLS
 _TIMEOUT = 500.0  # seconds for a process of a row: four ranks that each trace eight programs on a busy machine
 
 
-def found_in(ranks: Ranks, row: Row) -> list[str]:
-    """A line for each difference between a row and the plain step, on all ranks. Raises ``RankError``."""
+def found_in(ranks: Ranks, row: Row, fault: str = "") -> list[str]:
+    """A line for each difference between a row and the plain step, on all ranks. Raises ``RankError``.
+
+    ``fault``: the name of one that is planted.
+    """
     found = set[str]()
     with tempfile.TemporaryDirectory() as folder:
         for number, (calls, is_warm) in enumerate(_processes(row)):
             if number:
                 ranks.renew()
-            for lines in ranks.run(world(row), differences, row, Path(folder), calls, is_warm, timeout=_TIMEOUT):
+            given = (row, Path(folder), calls, is_warm, fault)
+            for lines in ranks.run(world(row), differences, *given, timeout=_TIMEOUT):
                 found |= {*lines}
     return sorted(found)
+
+
+def checks_of(ranks: Ranks, row: Row, fault: str = "") -> tuple[list[str], list[str]]:
+    """A line for what ``verify`` or ``certify`` finds wrong in a row, and for what they cannot show."""
+    with tempfile.TemporaryDirectory() as folder:
+        (lines,) = ranks.run(1, checked, row, Path(folder), fault, timeout=_TIMEOUT)
+    return [each for each in lines if not each.startswith("not ")], [each for each in lines if each.startswith("not ")]
 
 
 def _processes(row: Row) -> Iterator[tuple[range, bool]]:
