@@ -52,7 +52,7 @@ def _prepared(values: Mapping[str, str], folder: Path) -> tuple[Any, tuple[Any, 
     step = compiled(dict(values) | {"cache": "one rank for all"}, folder, is_simulated=True)
     torch.manual_seed(0)
     training = Training.of(values)
-    annotate(values["annotations"], training.model)
+    annotate(values, training.model)
     return step, (*training.arguments(), *joined(values, CALL))
 
 
