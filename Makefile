@@ -31,7 +31,7 @@ help:
 	@echo 'make test      the whole test suite on torch $(TORCH) (TORCH=2.15.0, ARGS="-k name")'
 	@echo 'make interplay every pair of features in one step, beside the plain step (resumable, ARGS=--help)'
 	@echo 'make models    train real models on two ranks and print the table (ARGS="GPT2 Llama", ARGS=--help)'
-	@echo 'make bench     race DDP, FSDP2 and this on loopback and, as root, on two hosts (ARGS="--models width64x12", ARGS=--help)'
+	@echo 'make bench     race DDP, FSDP2 and this on loopback and on two hosts (ARGS="--models width64x12", ARGS=--help)'
 	@echo 'make gate      is this checkout slower than a commit? BASE=main, or A="--style ddp" B="--style fsdp"; QUICK=1 in a minute'
 	@echo 'make picture   take the picture in docs/report.md anew, with an installed Chromium'
 	@echo 'make compat    the same suite on the oldest and the newest torch supported'

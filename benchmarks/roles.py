@@ -6,7 +6,7 @@ All systems of a part live in the same two processes of one core each, and take 
 process computes alone. Their losses are those of one rank, or the part fails. A speedup is over one rank, by medians.
 Cores share a memory and perhaps more: "one rank, twice at once" is its step on both cores at the same time, and the
 speedup of that, for twice the work, is the most that two ranks can have on this machine. ``--network``: a rate, at
-which two hosts that are made for the run are connected (as root); this machine's loopback by default.
+which two hosts that are made for the run are connected; this machine's loopback by default.
 
 sequences    a GPT of 256 x 4, causal, 2 x 2,048 tokens: attention by gathered keys, a ring, heads; without balance
              (nothing of torch is beside: its context_parallel has no attention of the CPU, also in 2.13, and raises

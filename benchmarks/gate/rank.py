@@ -113,10 +113,9 @@ class ArmRank:
         return found
 
     def _compiled(self, step: Any, model: nn.Module, **options: Any) -> TrainStep:
-        """Spmd with default options, but for those of the arm."""
+        """A step by spmd with default options, but for those of the arm."""
         import spmd
 
-        """A step by spmd with default options, but for those of the arm."""
         arm = self.spec.arm
         mode = spmd.DataParallel(arm.style, **arm.mode)  # type: ignore[arg-type]
         compiled = spmd.compile(parallel_mode=mode, **arm.compile, **options)(step)
