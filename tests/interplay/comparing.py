@@ -21,7 +21,7 @@ from ..harness.messages import messages
 from ..harness.oracle import Snapshot, all_unequal, snapshot
 from .between import FAILED, Batch, Compiled, Plain
 from .draws import DrawsByPosition, begin_draws
-from .effects import budgets_of_values, counted_traces, each_rank_traces, least, missing, tight
+from .effects import counted_traces, each_rank_traces, missing, tight_budgets
 from .overrides import OVERRIDES
 from .planted import planted
 from .training import CALLS, IN_PLACE, Training, batch, step_of
@@ -96,31 +96,12 @@ def _compiled_run(
         traces = stack.enter_context(counted_traces())
         if values["cache"] == "each rank":
             stack.enter_context(each_rank_traces())
-        if values["memory"] != "tight":
-            step = compiled(values, folder)
-            got = _run(values, step, own, beside, calls)
-        else:
-            stack.enter_context(budgets_of_values())
-            step, got = _within_budget(values, own, folder, beside, calls)
+        if values["memory"] == "tight":
+            stack.enter_context(tight_budgets())
+        step = compiled(values, folder)
+        got = _run(values, step, own, beside, calls)
         step.flush()  # a second model may have an update pending
         return [*beside.found, *missing(values, step, len(traces), is_warm)], got
-
-
-def _within_budget(
-    values: Mapping[str, str], own: list[Batch], folder: Path, beside: Compiled, calls: range
-) -> tuple[Any, list[Snapshot]]:
-    """The step with a budget that is less than it takes, or the least that it asks for, and what a user sees."""
-    wide = values | {"memory": "1GB", "between": "nothing"}
-    _run(wide, step := compiled(wide, folder), own, beside, range(3))  # has all lengths
-    budget = tight(step)
-    for _ in range(CALLS):  # each program may ask for more
-        begin_draws(calls.start)
-        step = compiled(values, folder, budget)
-        try:
-            return step, _run(values, step, own, beside, calls)
-        except passes.MemoryBudgetError as error:
-            budget = least(error)
-    raise AssertionError(f"no budget is enough, not even {budget} bytes")
 
 
 @contextmanager
@@ -231,13 +212,8 @@ def annotate(values: Mapping[str, str], model: nn.Module) -> None:
         getattr(spmd, how)(block, **given)
 
 
-def compiled(
-    values: Mapping[str, str], folder: Path, memory: int | str | None = None, is_simulated: bool = False
-) -> Any:
-    """The compiled step of a row. ``memory``: the budget, where that of a row is tight.
-
-    ``is_simulated``: there are no ranks to make a mesh of.
-    """
+def compiled(values: Mapping[str, str], folder: Path, is_simulated: bool = False) -> Any:
+    """The compiled step of a row. ``is_simulated``: there are no ranks to make a mesh of."""
     options: dict[str, Any] = {}
     if values["backend"] == "graph copied":
         options["gm_transformation"] = lambda graph_module: torch.fx.GraphModule(graph_module, graph_module.graph)
@@ -246,7 +222,7 @@ def compiled(
     if values["backend"] == "no passes":
         options["passes"] = ()
     if values["memory"] != "any":
-        options["memory"] = memory or "1GB"
+        options["memory"] = "1GB"  # a tight one follows from what a program takes
     if values["cache"] in ("written", "warm"):
         options["cache"] = folder / "cache"
     if values["dynamic"] == "named":

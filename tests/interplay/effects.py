@@ -15,7 +15,7 @@ from torch import fx
 import passes
 import spmd
 from passes import fit_memory
-from spmd import capture_call
+from spmd import capture_call, options
 from spmd.cache import compile_cache
 
 from .dimensions import is_kept
@@ -37,28 +37,26 @@ def each_rank_traces() -> Iterator[None]:
 
 
 @contextmanager
-def budgets_of_values() -> Iterator[None]:
-    """Budgets are of what programs compute: the graphs of a tiny model take 200 times as much."""
-    with mock.patch.multiple(fit_memory, _NODE_BYTES=0, _COMPILING=0):
+def tight_budgets() -> Iterator[None]:
+    """Each program has a budget that is less than it takes, or the least that it asks for.
+
+    Budgets are of what programs compute: the graphs of a tiny model take 200 times as much.
+    """
+    fit = options.fit
+
+    def fit_tightly(program: Any, pipeline: Any, budget: int, *given: Any) -> Any:
+        plain = fit(program, pipeline, budget, *given)
+        try:
+            return fit(program, pipeline, int(0.9 * plain.peak), *given)
+        except passes.MemoryBudgetError as error:
+            size, unit = re.findall(r"([\d.]+) (KB|MB)", str(error))[0]
+            return fit(program, pipeline, round(float(size) * {"KB": 1e3, "MB": 1e6}[unit]), *given)
+
+    with (
+        mock.patch.multiple(fit_memory, _NODE_BYTES=0, _COMPILING=0),
+        mock.patch.object(options, "fit", fit_tightly),
+    ):
         yield
-
-
-def tight(step: spmd.CompiledStep[..., Any]) -> int:
-    """A budget in bytes with which some program of a step, compiled with a wide one, has to compute values again."""
-    notes = [note for program in step.programs for note in program.notes]
-    return int(0.9 * max(_bytes(note) for note in notes if note.startswith("memory: ")))
-
-
-def least(error: passes.MemoryBudgetError) -> int:
-    """The budget in bytes that an error asks for."""
-    return _bytes(str(error))
-
-
-def _bytes(text: str) -> int:
-    """The first size in a sentence."""
-    found = re.search(r"([\d.]+) (KB|MB)", text)
-    assert found is not None, text
-    return round(float(found[1]) * {"KB": 1e3, "MB": 1e6}[found[2]])
 
 
 def missing(values: Mapping[str, str], step: spmd.CompiledStep[..., Any], traces: int, is_warm: bool) -> list[str]:
