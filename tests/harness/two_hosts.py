@@ -16,15 +16,22 @@ NEEDED = "SPMD_TESTS_NEED_HOSTS"  # set where tests may not skip
 
 
 @contextmanager
+def made_on_two_hosts() -> Iterator[Ranks]:
+    """A pool whose ranks live on two hosts. Raises ``NoNetworkError`` where these cannot be made."""
+    with two_hosts() as network:
+        pool = Ranks(network)
+        try:
+            yield pool
+        finally:
+            pool.close()
+
+
+@contextmanager
 def pool_on_two_hosts() -> Iterator[Ranks]:
-    """A pool whose ranks live on two hosts. Where these cannot be made the test skips, or fails if they are needed."""
+    """The same for tests, which skip where there is none, or fail if hosts are needed."""
     try:
-        with two_hosts() as network:
-            pool = Ranks(network)
-            try:
-                yield pool
-            finally:
-                pool.close()
+        with made_on_two_hosts() as pool:
+            yield pool
     except NoNetworkError as missing:
         if os.environ.get(NEEDED):
             pytest.fail(f"{NEEDED} is set, but {missing}")

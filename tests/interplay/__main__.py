@@ -9,14 +9,17 @@ import argparse
 import json
 import time
 from collections import Counter
+from contextlib import ExitStack, closing
+from functools import cached_property
 from pathlib import Path
 
 from ..harness.pool import RankError, Ranks
+from ..harness.two_hosts import made_on_two_hosts
 from .array import described, plain_row, rows, rows_of_triples
 from .dimensions import Row
 from .known import values_of
 from .planted import FAULTS
-from .running import checks_of, found_in
+from .running import checks_of, found_in, is_on_two_hosts
 
 
 def main() -> None:
@@ -36,15 +39,15 @@ def main() -> None:
     known = set()
     if given.results.exists():
         known = {str(json.loads(line)["values"]) for line in given.results.read_text().splitlines()}
-    pool, began, not_shown = Ranks(), time.monotonic(), Counter[str]()
-    try:
+    began, not_shown = time.monotonic(), Counter[str]()
+    with _Pools() as pools:
         for number, row in enumerate(chosen):
             if str(row) in known or given.row not in (None, number):
                 continue
             if time.monotonic() - began > given.seconds:
                 break
             started = time.monotonic()
-            lines, not_checked = _run(pool, row, given.fault)
+            lines, not_checked = _run(pools.of(row), row, given.fault)
             not_shown += Counter(each.partition(":")[0] for each in not_checked)
             seconds = time.monotonic() - started
             print(f"{number:3} {seconds:5.1f} s {described(row)}", flush=True)
@@ -52,9 +55,23 @@ def main() -> None:
                 print("       ", line[:600], flush=True)
             with given.results.open("a") as file:
                 file.write(json.dumps({"seed": given.seed, "row": number, "values": row, "found": lines}) + "\n")
-    finally:
-        pool.close()
     print(", ".join(f"{count} {what}" for what, count in not_shown.items()) or "all verified and certified")
+
+
+class _Pools(ExitStack):
+    """The ranks of this machine, and of two hosts once a row asks for them."""
+
+    @cached_property
+    def _here(self) -> Ranks:
+        return self.enter_context(closing(Ranks()))
+
+    @cached_property
+    def _on_two_hosts(self) -> Ranks:
+        return self.enter_context(made_on_two_hosts())
+
+    def of(self, row: Row) -> Ranks:
+        """Those of a row."""
+        return self._on_two_hosts if is_on_two_hosts(row) else self._here
 
 
 def _run(pool: Ranks, row: Row, fault: str) -> tuple[list[str], list[str]]:

@@ -17,7 +17,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "bits": ("any", "same"),
     "schedule": ("1f1b", "gpipe", "zb-h1", "interleaved"),
     "attention": ("any", "ring", "gather", "heads"),
-    "transport": ("memory", "messages"),
+    "transport": ("memory", "messages", "two hosts"),
     "deferral": ("no", "yes"),
     "offload": ("no", "yes"),
     "memory": ("any", "1GB", "tight"),
@@ -95,7 +95,7 @@ UNWRITTEN: dict[str, Excludes] = {
     "attention is split with a sequence": lambda row: (
         _lacks(row, "attention", "any") and _lacks(row, "mesh", *_SEQUENCE)
     ),
-    "one rank has no messages": lambda row: _has(row, "mesh", "1") and _has(row, "transport", "messages"),
+    "one rank has no messages": lambda row: _has(row, "mesh", "1") and _lacks(row, "transport", "memory"),
     "gradients are reduced each where parameters are split": lambda row: (
         _has(row, "reduce", "each") and (_has(row, "style", "replicate") or _has(row, "micro_batches", "1"))
     ),

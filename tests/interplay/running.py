@@ -15,6 +15,11 @@ from .training import CALLS
 _TIMEOUT = 500.0  # seconds for a process of a row: four ranks that each trace eight programs on a busy machine
 
 
+def is_on_two_hosts(row: Row) -> bool:
+    """Whether the ranks of a row live on two hosts."""
+    return row["transport"] == "two hosts"
+
+
 def found_in(ranks: Ranks, row: Row, fault: str = "") -> list[str]:
     """A line for each difference between a row and the plain step, on all ranks. Raises ``RankError``.
 

@@ -13,7 +13,7 @@ from ..harness.pool import RankError, Ranks
 from .array import covered, pairs, refused_row, rows, rows_of_triples, rows_within
 from .comparing import refusal, world
 from .dimensions import DIMENSIONS, REFUSED, Row, is_possible
-from .running import found_in
+from .running import found_in, is_on_two_hosts
 from .seeds import ROOT, SECONDS, seed
 from .verdict import excuse, sentence
 
@@ -41,9 +41,10 @@ def test_some_rows_fit_into_the_time_of_the_default_run(seed: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("row", [pytest.param(row, id=str(n)) for n, row in enumerate(rows_within(seed(), SECONDS))])
-def test_rows_compute_what_the_plain_step_computes(row: Row, ranks: Ranks) -> None:
+def test_rows_compute_what_the_plain_step_computes(row: Row, request: pytest.FixtureRequest) -> None:
+    pool: Ranks = request.getfixturevalue("hosts" if is_on_two_hosts(row) else "ranks")
     try:
-        found = found_in(ranks, row)
+        found = found_in(pool, row)
     except RankError as error:
         found = [f"raised: {error}"]
     if found and (reason := excuse(ROOT, row, found)):
