@@ -30,6 +30,16 @@ ROUNDED = (
     '"replicate", mp_policy=spmd.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)',
 )
 
+# Options beside a style; those that do not divide the rows raise, and the step runs as "fully_shard".
+RUNS = (
+    *[""] * 6,
+    ", micro_batches=2",
+    ", micro_batches=4",
+    ", micro_batches=3",
+    ', bits="same"',
+    ', micro_batches=2, bits="same"',
+)
+
 MESHES = (
     *[{"dp": 2}] * 7,
     {"dp": 3},
@@ -58,7 +68,8 @@ EXPERTS = (  # of two axes
 
 STAGES = ("", ', schedule="gpipe"', ', schedule="zb-h1"', ', schedule="interleaved"')  # with two micro-batches or four
 
-SEQUENCES = ("", ', attention="ring"', ", balance=False")  # options of a mesh whose axis ``cp`` splits sequences
+# Options of a mesh whose axis ``cp`` splits sequences.
+SEQUENCES = ("", ', attention="ring"', ', attention="heads"', ', attention="gather"', ", balance=False")
 
 # Annotations of a layer ``{m}``, in the place of a style.
 ANNOTATIONS = (

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ..call.rng import random_state_kept
 from .choices import Choices, Gene
 from .forward import FAMILIES, OF_ROWS, Forward
-from .modes import ANNOTATIONS, AXES, EXPERTS, MESHES, PLACED, ROUNDED, SEQUENCES, STAGES, STYLES, pipelines
+from .modes import ANNOTATIONS, AXES, EXPERTS, MESHES, PLACED, ROUNDED, RUNS, SEQUENCES, STAGES, STYLES, pipelines
 from .plain_run import can_be_verified
 from .script import Script
 from .training import CHANGES, LOSSES, OPTIMIZERS, PARAMETERS, RESULTS, TRAININGS
@@ -144,13 +144,14 @@ def _compile(gene: Gene, forward: Forward, script: Script) -> None:
     placed = _placed(gene, forward, script)
     if "ep" in script.mesh:
         axes = gene.of(EXPERTS) if len(script.mesh) > 1 else '{"batch": "ep", "experts": "ep"}'
-        script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, axes={axes})"
+        script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, axes={axes}{gene.of(RUNS)})"
     elif len(script.mesh) == 2 and "tp" in script.mesh:
         axes = f", axes={AXES}" if "x" in script.mesh else ""
         script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}{axes}, params={placed})"
     elif "cp" in script.mesh:
         roles = {"sequence": "cp"} | ({"batch": "dp"} if "dp" in script.mesh else {})
-        script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, axes={roles}{gene.of(SEQUENCES)})"
+        options = f"axes={roles}{gene.of(SEQUENCES)}{gene.of(RUNS)}"
+        script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, {options})"
     elif "pp" in script.mesh:
         if len(forward.x) % script.ranks:
             script.mesh = {"pp": 2}  # micro-batches take equal numbers of rows on all ranks
@@ -167,7 +168,7 @@ def _compile(gene: Gene, forward: Forward, script: Script) -> None:
     else:
         is_linear = all(each.startswith("torch.optim.SGD") for each in script.optimizers.values())
         style = gene.of(ROUNDED if kind == "rounded" and is_linear else STYLES)
-        script.options = f"parallel_mode=spmd.DataParallel({style})"
+        script.options = f"parallel_mode=spmd.DataParallel({style}{gene.of(RUNS)})"
     names = {"spmd": _spmd(), "torch": torch, "Shard": Shard, "Replicate": Replicate}
     odd = "reshard_after_forward=2" in script.options and script.ranks % 2
     if odd or (script.options and not _holds(f"spmd.compile({script.options})", names)):
