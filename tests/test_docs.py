@@ -20,6 +20,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,8 @@ def test_commands_can_be_given(document: str, command: str) -> None:
             auto.parse(options)
         case ["python", "-m", "benchmarks.roles", *options]:
             roles.parse(options)
+        case ["python", "-m", module, *_]:
+            assert find_spec(module) is not None
         case ["python", script, *_]:
             assert (ROOT / script).exists()
         case ["pytest", *options]:

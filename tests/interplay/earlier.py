@@ -7,8 +7,8 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import tempfile
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,10 +32,10 @@ def found_before(root: Path, commit: str, row: Row) -> list[str] | None:
     """The lines of a row with the packages of a commit and the tests of today; None if these do not run there."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        if git(root, "archive", f"--output={tree / 'packages.tar'}", commit, *PACKAGES) is None:
+        if git(root, "archive", "--format=zip", f"--output={tree / 'packages.zip'}", commit, *PACKAGES) is None:
             return None
-        with tarfile.open(tree / "packages.tar") as packed:
-            packed.extractall(tree, filter="data")
+        with zipfile.ZipFile(tree / "packages.zip") as packed:
+            packed.extractall(tree)
         (tree / "tests").symlink_to(root / "tests")
         (tree / "rows.json").write_text(json.dumps([row]))
         command = [sys.executable, "-m", "tests.interplay", "--rows", "rows.json", "--results", "results.jsonl"]

@@ -67,9 +67,10 @@ def make_program(
     function: Callable[..., tuple[Any, ...]],
     updates: dict[int, str] | None = None,
     roles: Sequence[Role] = (),
+    mesh: Mesh = MESH,
     **inputs: Any,
 ) -> Program:
-    """The program of ``function``, traced without data.
+    """The program of ``function`` on a mesh, traced without data.
 
     ``updates``: by position of the output, the input whose new value it is. ``roles``: one for each collective, in
     order, or one for all.
@@ -81,7 +82,7 @@ def make_program(
     for node, val in zip(graph_module.graph.find_nodes(op="placeholder"), vals, strict=True):
         node.meta["val"] = val
     _rename(graph_module.graph)
-    program = Program.from_graph(graph_module, mesh=MESH)
+    program = Program.from_graph(graph_module, mesh=mesh)
     fill_vals(program)
     _describe(program, roles)
     program.outputs = [

@@ -103,8 +103,7 @@ def test_whole_numbers_and_other_reductions(reduction: str) -> None:
 
 def test_four_ranks_are_summed_in_one_pass() -> None:
     mesh = Mesh((Axis("dp", 4, GROUP, 1, "gloo"),))
-    program = make_program(lambda x: (reduce_scatter(x, ranks=4),), {}, [Role.GRADIENT], x=f64(12))
-    program.mesh = mesh
+    program = make_program(lambda x: (reduce_scatter(x, ranks=4),), {}, [Role.GRADIENT], mesh, x=f64(12))
     after = run(program, [Realise(only(Algorithm.EXCHANGE))])
     assert "sum.dim_IntList" in targets(after)
     exchange = after.collectives()[0]
