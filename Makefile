@@ -10,8 +10,6 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
 # Many tests keep one core busy. Four workers at most: each has ranks of its own, up to four of 0.5 GB.
 WORKERS ?= $(shell n=$(CORES); echo $$(( n > 4 ? 4 : n )))
-# In the whole suite some tests wait, for ranks that join or for a timeout: one more keeps the cores at work meanwhile.
-ALL_WORKERS = $(if $(filter file,$(origin WORKERS)),$(shell n=$(CORES); echo $$(( n > 3 ? 4 : n + 1 ))),$(WORKERS))
 
 # The first import of torch writes its bytecode, also where the environment forbids it: each of the many processes that
 # tests start would compile 2,000 files for itself, which takes seconds.
@@ -50,7 +48,7 @@ quick: $(READY)
 	$(THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m quick $(ARGS)
 
 test: $(READY)
-	$(THREADS) $(BIN)/python -m pytest --numprocesses $(ALL_WORKERS) --dist worksteal $(ARGS)
+	$(THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 interplay: $(READY)
 	$(THREADS) $(BIN)/python -m tests.interplay $(ARGS)
