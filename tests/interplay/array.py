@@ -97,6 +97,9 @@ def _seconds(row: Row) -> float:
     """About how long a row takes, from those that were measured: each rank compiles for itself in most."""
     processes = 1.5 if row["cache"] == "warm" else 1.0
     processes *= 1.5 if row["between"] == "new process" else 1.0
+    processes *= 3.0 if row["memory"] == "tight" else 1.0  # the budget is found by compiling
+    processes *= 6.0 if row["backend"] == "inductor" else 1.0  # kernels, for each rank and size
+    processes *= 1.5 if row["micro_batches"] != "1" else 1.0
     return _SECONDS * processes * _RANKS.get(row["mesh"], 2)
 
 
