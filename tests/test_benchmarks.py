@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import checkpoints, resident, roles
+from benchmarks import checkpoints, compiler, resident, roles
 from benchmarks.peers import memory
 from benchmarks.peers.models import SMOKE, build
 from benchmarks.peers.network import NoNetworkError, connect
@@ -87,6 +87,12 @@ def test_compiler_measures_all_stages(tmp_path: Path) -> None:
     assert {"capture: trace", "partition", "check after each pass", "pass UpdateInPlace"} <= found["seconds"].keys()
     assert found["nodes"]["partitioned"] > found["nodes"]["captured"] > 100
     assert all(name in run.stdout for name in ("capture: trace", "total per layer", "GB, peak"))
+
+
+@pytest.mark.parametrize("power", [1.0, 1.5])
+def test_the_exponent_of_nodes_in_seconds_is_found(power: float) -> None:
+    found = [{"nodes": {"final": nodes}, "total": 3e-3 * nodes**power} for nodes in (100, 400, 900)]
+    assert compiler.exponent(found) == pytest.approx(power) and compiler.exponent(found[:1]) is None
 
 
 def test_a_share_of_many_ranks_is_estimated_without_them() -> None:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from itertools import combinations, product
 
 from .dimensions import DECIDING, DIMENSIONS, REFUSED, TOGETHER, Row, is_possible, why_impossible
+from .meshes import world
 
 Pair = frozenset[tuple[str, str]]  # of values of two dimensions; ``TOGETHER`` has some of more
 _TOGETHER = [frozenset(each.items()) for each in TOGETHER]
 _TRIES = 8  # rows made for each that is taken
 _TRIED = 40  # rows of which some are within a time
 _SECONDS = 9.0  # of a rank
-_RANKS = {"1": 1, "3": 3, "2x2": 4, "tensor": 4, "sequence x batch": 4, "stages x batch": 4}  # else 2
 
 
 def pairs() -> set[Pair]:
@@ -59,8 +60,9 @@ def _filled(row: Row, missing: Sequence[str], draw: random.Random, left: set[Pai
     return None
 
 
+@cache
 def rows(seed: int = 0) -> list[Row]:
-    """Rows that have all pairs, in the dimensions' order."""
+    """Rows that have all pairs, in the dimensions' order. Made once in a process, and not to be changed."""
     draw, left, found = random.Random(seed), pairs(), list[Row]()
     while left:
         first = min(left, key=sorted)
@@ -100,7 +102,7 @@ def _seconds(row: Row) -> float:
     processes *= 3.0 if row["memory"] == "tight" else 1.0  # the budget is found by compiling
     processes *= 6.0 if row["backend"] == "inductor" else 1.0  # kernels, for each rank and size
     processes *= 1.5 if row["micro_batches"] != "1" else 1.0
-    return _SECONDS * processes * _RANKS.get(row["mesh"], 2)
+    return _SECONDS * processes * world(row)
 
 
 def plain_row(**values: str) -> Row:

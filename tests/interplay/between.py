@@ -46,13 +46,17 @@ class Plain:
 
 @dataclass
 class Compiled:
-    """By ``spmd``. ``compile_with``: makes the step of a row; ``found``: what went other than it should."""
+    """By ``spmd``. ``compile_with``: makes the step of a row; ``found``: what went other than it should.
+
+    ``traces``: one for each trace of this rank. Those of a call that fails are taken away: no cache has them.
+    """
 
     values: Mapping[str, str]
     rank: int
     count: int
     folder: Path  # of checkpoints, which all ranks see
     compile_with: Callable[[Mapping[str, str]], Any]
+    traces: list[str]
     found: list[str] = field(default_factory=list)
 
     def other_step(self, step: Any) -> Any:
@@ -73,7 +77,7 @@ class Compiled:
 
     def fail(self, step: Any, training: Training, given: Batch) -> None:
         """Let a call fail on all ranks, one of which has a reason to."""
-        what, (x, y) = self.values["between"], given
+        what, (x, y), before = self.values["between"], given, len(self.traces)
         is_wrong = what == "failed call" or (what == "failed on one rank" and self.rank == self.count - 1)
         x = x.new_ones(*x.shape[:-1], WIDTH + 1) if is_wrong else x
         raising = training.model.get_submodule("blocks.1").register_forward_hook(_raise) if what == FAILED[2] else None
@@ -86,6 +90,7 @@ class Compiled:
         if raising is not None:
             raising.remove()
             step.recover()
+        del self.traces[before:]
 
 
 def _raise(*_: Any) -> None:

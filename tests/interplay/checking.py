@@ -11,7 +11,8 @@ import torch
 import passes
 import spmd
 
-from .comparing import MESHES, annotate, compiled, joined, settings, world
+from .comparing import annotate, compiled, joined, settings
+from .meshes import MESHES, world
 from .planted import planted
 from .training import Training
 

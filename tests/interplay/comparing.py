@@ -22,22 +22,11 @@ from ..harness.oracle import Snapshot, all_unequal, snapshot
 from .between import FAILED, Batch, Compiled, Plain
 from .draws import DrawsByPosition, begin_draws
 from .effects import counted_traces, each_rank_traces, missing, tight_budgets
+from .meshes import MESHES, parts_of
 from .overrides import OVERRIDES
 from .planted import planted
 from .training import CALLS, IN_PLACE, Training, batch, step_of
 
-MESHES: dict[str, tuple[dict[str, int], dict[str, Any] | None]] = {
-    "1": ({"dp": 1}, None),
-    "2": ({"dp": 2}, None),
-    "3": ({"dp": 3}, None),
-    "2x2": ({"replicate": 2, "shard": 2}, None),
-    "tensor": ({"dp": 2, "tp": 2}, {"batch": "dp", "tensor": "tp"}),
-    "sequence": ({"cp": 2}, {"sequence": "cp"}),
-    "sequence x batch": ({"dp": 2, "cp": 2}, {"batch": "dp", "sequence": "cp"}),
-    "experts": ({"dp": 2}, {"batch": "dp", "experts": "dp"}),
-    "stages": ({"pp": 2}, {"stages": "pp"}),
-    "stages x batch": ({"pp": 2, "dp": 2}, {"stages": "pp", "batch": "dp"}),
-}
 _FP32 = torch.float32
 _WIRE: dict[str, dict[str, Any]] = {
     "own": {},
@@ -47,14 +36,6 @@ _WIRE: dict[str, dict[str, Any]] = {
 }
 _RTOL, _ATOL = 2e-5, 2e-6  # in fp64, of what was rounded to fp32 on its way
 _SPLIT = {"*.layer.weight": {"tp": torch.distributed.tensor.Shard(0)}}
-
-
-def world(values: Mapping[str, str]) -> int:
-    """How many ranks a row has."""
-    found = 1
-    for size in MESHES[values["mesh"]][0].values():
-        found *= size
-    return found
 
 
 def differences(
@@ -91,9 +72,9 @@ def _compiled_run(
     rank: int, count: int, values: Mapping[str, str], own: list[Batch], folder: Path, calls: range, is_warm: bool
 ) -> tuple[list[str], list[Snapshot]]:
     """What went other than it should in the calls of this process, and what a user sees after each."""
-    beside = Compiled(values, rank, count, folder / "checkpoint", lambda row: compiled(row, folder))
     with ExitStack() as stack:
         traces = stack.enter_context(counted_traces())
+        beside = Compiled(values, rank, count, folder / "checkpoint", lambda row: compiled(row, folder), traces)
         if values["cache"] == "each rank":
             stack.enter_context(each_rank_traces())
         if values["memory"] == "tight":
@@ -127,23 +108,6 @@ def refusal(values: Mapping[str, str]) -> str:
     except (passes.SpmdError, ValueError, TypeError) as error:
         return " ".join(str(error).split())
     return ""
-
-
-def parts_of(values: Mapping[str, str]) -> list[int]:
-    """Which rows of the batch each rank has."""
-    return [_part_of(MESHES[values["mesh"]][0], rank) for rank in range(world(values))]
-
-
-def _part_of(axes: Mapping[str, int], rank: int) -> int:
-    """Its place along the axes that split the batch."""
-    place, found = rank, 0
-    coordinates = {}
-    for name, size in reversed(axes.items()):
-        place, coordinates[name] = divmod(place, size)
-    for name, size in axes.items():
-        if name in ("dp", "replicate", "shard"):
-            found = found * size + coordinates[name]
-    return found
 
 
 def joined(values: Mapping[str, str], call: int) -> tuple[Any, ...]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ..harness.pool import Ranks
 from .checking import checked
-from .comparing import differences, world
+from .comparing import differences
 from .dimensions import Row
+from .meshes import world
 from .training import CALLS
 
 _TIMEOUT = 500.0  # seconds for a process of a row: four ranks that each trace eight programs on a busy machine

@@ -11,8 +11,9 @@ import pytest
 from ..harness.fake import fake_world
 from ..harness.pool import RankError, Ranks
 from .array import covered, pairs, refused_row, rows, rows_of_triples, rows_within
-from .comparing import refusal, world
+from .comparing import refusal
 from .dimensions import DIMENSIONS, REFUSED, Row, is_possible
+from .meshes import world
 from .running import found_in, is_on_two_hosts
 from .seeds import ROOT, SECONDS, seed
 from .verdict import excuse, sentence

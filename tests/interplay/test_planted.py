@@ -5,7 +5,6 @@ That row differs for no other reason, and rows of the array have these values.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -38,12 +37,6 @@ VERIFIED: dict[str, tuple[Row, str]] = {
 }
 
 
-@functools.cache
-def array() -> list[Row]:
-    """The array, once."""
-    return rows()
-
-
 def test_each_fault_has_a_row() -> None:
     assert {*ROWS, *VERIFIED} == {*FAULTS}
 
@@ -71,4 +64,4 @@ def test_verify_finds_the_fault_of_a_row(ranks: Ranks, fault: str) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_array_has_the_values_of_a_fault(fault: str) -> None:
     values: Any = (ROWS | VERIFIED)[fault][0]
-    assert any(values.items() <= row.items() for row in array()), "name them in TOGETHER"
+    assert any(values.items() <= row.items() for row in rows()), "name them in TOGETHER"

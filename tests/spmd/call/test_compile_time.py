@@ -1,10 +1,8 @@
-"""What compiling costs grows with the number of layers, and no faster: counted in calls of Python, not in seconds."""
+"""What compiling costs grows with the number of layers, and no faster: counted in calls, not in seconds."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 
 import spmd
 
+from ...harness.cpu_time import count_calls
 from ...harness.fake import fake_world
 
 
@@ -32,22 +31,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tenso
     return loss
 
 
-def calls(run: Callable[[], object]) -> int:
-    """How many functions of Python this thread enters in ``run``."""
-    entered = 0
-
-    def count(frame: FrameType, event: str, given: object) -> None:
-        nonlocal entered
-        entered += event == "call"
-
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return entered
-
-
 def compiled(layers: int) -> Callable[[], object]:
     model = nn.Sequential(*(Block() for _ in range(layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -59,5 +42,5 @@ def compiled(layers: int) -> Callable[[], object]:
 def test_each_layer_costs_as_much_in_a_deep_model_as_in_a_flat_one() -> None:
     with fake_world(1024):
         compiled(1)()  # what is made once in a process
-        few, some, many = (calls(compiled(layers)) for layers in (4, 8, 16))
+        few, some, many = (count_calls(compiled(layers)) for layers in (4, 8, 16))
     assert (many - some) / 8 == pytest.approx((some - few) / 4, rel=0.05)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cProfile
 import json
 import time
 from dataclasses import replace
@@ -26,6 +25,7 @@ from passes.schedule.streams import assign_streams
 from spmd.lowering.run_stages import ends_on_nccl
 from spmd.stages.schedule_files import Actions, schedule_text
 from spmd.stages.schedules import SCHEDULES, ended_role, orders, role_of, started_role, with_ends, with_starts
+from tests.harness.cpu_time import count_calls
 from tests.harness.fake import fake_world
 from tests.harness.on_cuda import OnCuda
 
@@ -163,10 +163,8 @@ def test_programs_do_not_depend_on_the_number_of_micro_batches() -> None:
 
 
 def calls_to_compile(axis: str, **mode: Any) -> int:
-    """The functions that are called to compile a step of two ranks: a measure that a busy machine does not change."""
-    with cProfile.Profile() as profile:
-        compile_on_two(axis, **mode)
-    return sum(each.callcount for each in profile.getstats())
+    """The functions that are called to compile a step of two ranks."""
+    return count_calls(lambda: compile_on_two(axis, **mode))
 
 
 def compile_on_two(axis: str, **mode: Any) -> None:
