@@ -143,10 +143,11 @@ def close_group(group: Any) -> None:
     """Close the connections of a gloo group: what is pending in it fails at once, on all ranks, and nothing is left.
 
     gloo closes all connections of a group when the wait for a message times out, so this waits for one that nobody
-    sends. (Its ``abort`` and ``shutdown`` leave pending collectives as they are. Seen in torch 2.11 to 2.15.)
+    sends: from each rank in turn, since one whose connection is lost fails at once, and closes no other. (Its ``abort``
+    and ``shutdown`` leave pending collectives as they are. Seen in torch 2.11 to 2.15.)
     """
-    other = (group.rank() + 1) % group.size()
-    message = dist.irecv(torch.empty(1, dtype=torch.uint8), group_src=other, group=group, tag=_TAG)
-    assert message is not None, "this rank is of the group"
-    with suppress(RuntimeError):
-        message.wait(timedelta(milliseconds=1))
+    for other in set(range(group.size())) - {group.rank()}:
+        with suppress(RuntimeError):
+            message = dist.irecv(torch.empty(1, dtype=torch.uint8), group_src=other, group=group, tag=_TAG)
+            assert message is not None, "this rank is of the group"
+            message.wait(timedelta(milliseconds=1))
