@@ -25,7 +25,7 @@ from spmd.verification import runs
 from tests.harness.pool import RankError, Ranks
 
 CONFIG = Config(width=32, layers=1, heads=2, context=16)
-STEPS = 6
+STEPS = 4
 STYLES = [(1, "replicate"), (2, "fully_shard"), (3, "replicate")]
 
 
@@ -183,8 +183,8 @@ def continued(rank: int, world: int, folder: Path, style: str, steps: range, end
 def test_runs_that_go_on_with_fewer_ranks_after_a_kill_have_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     with pytest.raises(RankError, match="exit code -9"):
-        ranks.run(3, continued, parts, "fully_shard", range(3), False, grace=30.0)
-    found = ranks.run(2, continued, parts, "fully_shard", range(3, STEPS))
+        ranks.run(3, continued, parts, "fully_shard", range(2), False, grace=30.0)
+    found = ranks.run(2, continued, parts, "fully_shard", range(2, STEPS))
     assert {*found} == {*ranks.run(1, continued, tmp_path / "whole", "replicate", range(STEPS))}
 
 
@@ -198,9 +198,8 @@ def test_it_is_the_plain_step() -> None:
         step = spmd.compile(train, parallel_mode=spmd.DataParallel(bits="same", virtual=4)) if compiles else train
         results.append([step(model, optimizer, *rows(k)) for k in range(3)] + [list(model.parameters())])
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-9)
-    for world in (2, 3):
-        verdict = spmd.verify(spmd.compile(train, parallel_mode=mode()), *build("SGD", small), *rows(0), world=world)
-        assert verdict, verdict
+    verdict = spmd.verify(spmd.compile(train, parallel_mode=mode()), *build("SGD", small), *rows(0), world=3)
+    assert verdict, verdict
 
 
 def shows_rows(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -325,7 +324,9 @@ def test_a_run_leaves_what_peers_still_read(ranks: Ranks) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("style", "world"), [("replicate", 2), ("fully_shard", 3)])
+@pytest.mark.parametrize(
+    ("style", "world"), [pytest.param("replicate", 2, marks=pytest.mark.exhaustive), ("fully_shard", 3)]
+)
 def test_verify_compares_bits(style: Any, world: int) -> None:
     step = spmd.compile(train, parallel_mode=mode(style))
     verdict = spmd.verify(step, *build("AdamW", small), *rows(0), drop=0.3, world=world, steps=2, bits=True)

@@ -75,7 +75,7 @@ def test_a_scaler_skips_one_of_them(step: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [together, in_turn])
+@pytest.mark.parametrize("step", [pytest.param(together, marks=pytest.mark.exhaustive), in_turn])
 def test_ranks_skip_the_same(step: Callable[..., Any]) -> None:
     compiled = spmd.compile(step, parallel_mode=spmd.DataParallel("fully_shard", micro_batches=3))
     found = spmd.verify(compiled, *objects(), *batch(0), world=2, steps=2)
