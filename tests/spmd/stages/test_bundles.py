@@ -274,7 +274,7 @@ def test_verify_finds_mutants(edit: Callable[[Program], bool]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_stages_and_rows(style: str) -> None:
     mode = {"axes": {"batch": "dp", "stages": "pp"}, "parallel_style": style, "micro_batches": 2, "schedule": "gpipe"}
     assert verified(None, ("pp", 2), ("dp", 2), **mode)
@@ -282,7 +282,9 @@ def test_stages_and_rows(style: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("interleaved", "zb-h1"))]
+)
 def test_draws_follow_the_rows(schedule: str) -> None:
     assert verified(None, ("pp", 2), dropout=0.3, stages=None, schedule=schedule)
 

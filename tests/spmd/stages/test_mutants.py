@@ -313,14 +313,24 @@ def is_certified(captured: Program, bundle: Bundle) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", NOT_CERTIFIED)
-def test_mutants_are_not_certified(
-    programs: tuple[Program, Program], kind: Callable[[Bundle], Iterator[Bundle]]
-) -> None:
+def test_what_has_no_mutation_is_certified(programs: tuple[Program, Program]) -> None:
     captured, program = programs
     assert is_certified(captured, program.stages)
-    found = [is_certified(captured, mutant) for mutant in kind(program.stages)]
-    assert len(found) >= KINDS.get(kind, 3) and not any(found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NOT_CERTIFIED)
+def test_mutants_are_not_certified(
+    request: pytest.FixtureRequest, programs: tuple[Program, Program], kind: Callable[[Bundle], Iterator[Bundle]]
+) -> None:
+    """Every third one, of those of which there are many; all with --exhaustive."""
+    captured, program = programs
+    mutants = list(kind(program.stages))
+    assert len(mutants) >= KINDS.get(kind, 3)
+    if len(mutants) > 4 and not request.config.getoption("--exhaustive"):
+        mutants = mutants[::3]
+    found = [is_certified(captured, mutant) for mutant in mutants]
+    assert not any(found), found
 
 
 def whole_bias(program: Program) -> bool:
@@ -402,7 +412,7 @@ def certified_addends(add: str, ranks: int, kind: Any = "fully_shard", **options
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    "add", ["as it is", "own twice", "moved", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in [*ADDS][1:5:2])]
+    "add", ["as it is", "moved", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in [*ADDS][1:5])]
 )
 def test_addends_that_two_ranks_exchange_are_certified(add: str) -> None:
     found = certified_addends(add, 2)
