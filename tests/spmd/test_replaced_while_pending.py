@@ -158,7 +158,12 @@ def replaces(rank: int, world: int, mode: dict[str, Any], by_messages: bool) -> 
 
 @pytest.mark.parametrize(
     "mode, by_messages",
-    [({}, True), ({}, False), ({"parallel_style": "fully_shard"}, True), ({"shard_optimizer": True}, True)],
+    [
+        ({}, True),
+        ({}, False),
+        ({"parallel_style": "fully_shard"}, True),
+        pytest.param({"shard_optimizer": True}, True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_an_update_is_of_the_state_that_was_there(ranks: Ranks, mode: dict[str, Any], by_messages: bool) -> None:
     assert ranks.run(2, replaces, mode, by_messages) == [[]] * 2

@@ -84,8 +84,8 @@ def part(value: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world, by_messages, options", [
-    (2, True, {"reduce_dtype": BF16}),
-    (2, False, IN_PARTS | {"gather_dtype": BF16}),
+    pytest.param(2, True, {"reduce_dtype": BF16}, marks=pytest.mark.exhaustive),
+    pytest.param(2, False, IN_PARTS | {"gather_dtype": BF16}, marks=pytest.mark.exhaustive),
     (2, True, IN_PARTS | {"gather_dtype": FP16, "reduce_dtype": BF16}),
     (2, False, IN_PARTS | {"gather_dtype": BF16, "mp_policy": spmd.MixedPrecisionPolicy(BF16, torch.float32)}),
     (4, False, IN_PARTS | {"gather_dtype": BF16, "reduce_dtype": BF16}),

@@ -165,7 +165,7 @@ class Towers(MLP):
         return model, make_optimizer(self.optimizer, model.parameters())
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_numbers_with_chosen_units(ranks: Ranks, style: str) -> None:
     assert_agrees(ranks, 2, Towers(), {"parallel_style": style, "units": [Block, "*.outer"]})
 
@@ -193,7 +193,7 @@ def test_statistics_of_independent_batch_norms_are_merged() -> None:
     assert len(of_role(merged, Role.ACTIVATION)) == 5
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_numbers_with_units_that_split_a_model_oddly(ranks: Ranks, style: str) -> None:
     passes = tuple(FormUnits(2000, 300) if isinstance(each, FormUnits) else each for each in default())
     assert_agrees(ranks, 2, replace(NARROW, optimizer="SGD momentum"), style, passes=passes)

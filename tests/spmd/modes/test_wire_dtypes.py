@@ -168,8 +168,9 @@ def gathered(rank: int, world: int, optimizer: str, mode: dict[str, Any]) -> lis
 
 @pytest.mark.parametrize("optimizer, mode", [
     ("AdamW", {"parallel_style": "fully_shard"}),
-    ("Adafactor", {"parallel_style": "fully_shard"}),  # its update reads norms of parameters
-    ("AdamW", IN_PARTS),
+    # Its update reads norms of parameters.
+    pytest.param("Adafactor", {"parallel_style": "fully_shard"}, marks=pytest.mark.exhaustive),
+    pytest.param("AdamW", IN_PARTS, marks=pytest.mark.exhaustive),
     ("Adafactor", IN_PARTS),
 ])  # fmt: skip
 def test_parameters_are_read_rounded_and_updated_exactly(ranks: Ranks, optimizer: str, mode: dict[str, Any]) -> None:
