@@ -143,7 +143,9 @@ def test_inputs_names_what_every_rank_has_in_full(ranks: Ranks) -> None:
     assert_agrees(ranks, 2, Replicated(), {"parallel_style": "fully_shard", "inputs": inputs})
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [s if s == "fully_shard" else pytest.param(s, marks=pytest.mark.exhaustive) for s in STYLES]
+)
 def test_the_name_of_a_dict_places_all_tensors_in_it(ranks: Ranks, style: str) -> None:
     assert_agrees(ranks, 2, Averages(), {"parallel_style": style, "inputs": {"averages": Replicate()}})
 

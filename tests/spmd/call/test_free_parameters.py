@@ -66,7 +66,7 @@ def trained(rank: int, world: int, mode: str) -> int:
     return len(step.programs)
 
 
-@pytest.mark.parametrize("mode", ["replicate", "fully_shard", "zero1"])
+@pytest.mark.parametrize("mode", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard", "zero1"])
 def test_they_are_those_of_the_plain_step(ranks: Ranks, mode: str) -> None:
     assert ranks.run(2, trained, mode) == [1, 1]
 

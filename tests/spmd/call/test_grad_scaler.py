@@ -119,23 +119,25 @@ class OneOfTwo(Scaled):
 
 CASES: list[Case] = [
     Scaled(optimizer="AdamW", overflow=(0, 1)),  # the first step is skipped: the optimizer has no state after it
-    Scaled(overflow=(0, 4)),
+    GradientsKept(),
     Scaled(optimizer="AdamW fused"),
     Scaled(enabled=False, overflow=()),
-    *(Clipped(), GradientsKept(), Accumulated(overflow=(2,)), OneOfTwo(overflow=(0, 2))),
+    *(Clipped(), Scaled(overflow=(0, 4)), Accumulated(overflow=(2,)), OneOfTwo(overflow=(0, 2))),
 ]
 
 
 FOREACH = Scaled(optimizer="AdamW foreach")  # a form that a trace does not take
+IN_TURN = *(("fully_shard", 2), ("replicate", 2)) * 2, ("fully_shard", 2), ("fully_shard", 3)
+HELD = CASES[5]  # by the first case, and by the others with momentum
 
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, pytest.param(FOREACH, marks=pytest.mark.exhaustive)],
+    [*(c for c in CASES if c is not HELD), *(pytest.param(c, marks=pytest.mark.exhaustive) for c in (HELD, FOREACH))],
     ids=lambda case: f"{type(case).__name__} {case.optimizer} {case.overflow}",
 )
 def test_scaled_steps_agree_with_the_plain_step(ranks: Ranks, case: Case, request: pytest.FixtureRequest) -> None:
-    for style, world in in_turn(request, [*CASES, FOREACH].index(case)):
+    for style, world in in_turn(request, [*CASES, FOREACH].index(case), IN_TURN):
         assert_agrees(ranks, world, case, style, steps=6)
 
 

@@ -111,8 +111,12 @@ def found(rank: int, world: int, case: Held, mode: dict[str, Any]) -> list[str]:
     return differences(rank, world, case, mode, steps=5) + case.changed()
 
 
-def addresses(rank: int, world: int, mode: dict[str, Any]) -> list[list[bool]]:
-    """Of each parameter, in which calls its gradient lies where it lay before; the first one's is kept in call 2."""
+def addresses(rank: int, world: int, mode: dict[str, Any]) -> tuple[list[list[bool]], list[bool]]:
+    """Of each parameter, in which calls its gradient lies where it lay before; the first one's is kept in call 2.
+
+    And whether gradients lie in memory that other processes see, in the call after one whose gradients are moved there,
+    as a queue of ``torch.multiprocessing`` moves what it sends.
+    """
     case, kept, lay, found = Held(), [], [0] * 10, []
     model, optimizer = case.build()
     step = spmd.compile(case.step, parallel_mode=spmd.DataParallel(**mode))
@@ -122,23 +126,10 @@ def addresses(rank: int, world: int, mode: dict[str, Any]) -> list[list[bool]]:
         found.append([one == other for one, other in zip(lies, lay, strict=True)])
         kept += [next(model.parameters()).grad] if k == 2 else []
         lay = lies
-    return found
-
-
-def again_in_shared_memory(rank: int, world: int, mode: dict[str, Any]) -> list[bool]:
-    """Whether gradients lie in memory that other processes see, in the call after one whose gradients are moved there.
-
-    As a queue of ``torch.multiprocessing`` moves what it sends.
-    """
-    case = Held()
-    model, optimizer = case.build()
-    step = spmd.compile(case.step, parallel_mode=spmd.DataParallel(**mode))
-    for k in range(3):
-        step(model, optimizer, *case.part(rank, k))
-        found = [local(parameter.grad).is_shared() for parameter in model.parameters()]
-        for parameter in model.parameters() if k == 1 else ():
-            local(parameter.grad).share_memory_()
-    return found
+    for parameter in model.parameters():
+        local(parameter.grad).share_memory_()
+    step(model, optimizer, *case.part(rank, 6))
+    return found, [local(parameter.grad).is_shared() for parameter in model.parameters()]
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -150,22 +141,22 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+USUAL = [pytest.param(mode, marks=pytest.mark.exhaustive) if mode == "kept whole" else mode for mode in MODES]
+
+
+@pytest.mark.parametrize("mode", USUAL)
 def test_a_kept_gradient_stays_as_it_is(ranks: Ranks, mode: str) -> None:
     assert not [line for lines in ranks.run(2, found, Held(), MODES[mode]) for line in lines]
 
 
-@pytest.mark.parametrize("mode", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("mode", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_what_is_added_to_a_gradient_between_calls_counts(ranks: Ranks, mode: str) -> None:
     assert not [line for lines in ranks.run(2, found, AddedTo(), MODES[mode]) for line in lines]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_gradient_lies_where_that_of_the_call_before_lay_unless_it_is_kept(ranks: Ranks, mode: str) -> None:
-    for found in ranks.run(2, addresses, MODES[mode]):
+@pytest.mark.parametrize("mode", USUAL)
+def test_a_gradient_lies_where_that_of_the_call_before_lay_unless_others_may_see_it(ranks: Ranks, mode: str) -> None:
+    """It is kept, or is in memory that other processes may see."""
+    for found, shared in ranks.run(2, addresses, MODES[mode]):
         assert found == [[False] * 10, *[[True] * 10] * 2, [False, *[True] * 9], *[[True] * 10] * 2]
-
-
-@pytest.mark.parametrize("mode", ["replicate", "fully_shard"])
-def test_memory_that_other_processes_may_see_is_left_to_them(ranks: Ranks, mode: str) -> None:
-    assert ranks.run(2, again_in_shared_memory, MODES[mode]) == [[False] * 10] * 2
+        assert shared == [False] * 10

@@ -62,11 +62,11 @@ class ChangedBetweenCalls(Small):
         model[0][0].weight.requires_grad_(step < 8)
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_no_call_runs_on_a_stale_graph(ranks: Ranks, style: str) -> None:
     assert_agrees(ranks, 2, ChangedBetweenCalls(), style, steps=11)
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", ["replicate", pytest.param("fully_shard", marks=pytest.mark.exhaustive)])
 def test_training_may_have_begun_without_the_compiler(ranks: Ranks, style: str) -> None:
     assert_agrees(ranks, 2, BegunWithoutCompiler(), style, steps=5)

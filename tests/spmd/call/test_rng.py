@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as checkpoints
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +23,7 @@ import spmd
 from passes import CaptureError, Role
 from passes.runtime.random import _DRAWN_BY_POSITION, draw
 from spmd.rules.registry import RULES
-from tests.harness.cases import MLP, STYLES_ON_RANKS, make_optimizer, mlp
+from tests.harness.cases import MLP, make_optimizer, mlp
 from tests.harness.fake import fake_world
 from tests.harness.oracle import Snapshot, all_unequal, assert_agrees, compiled_run, snapshot, unequal
 from tests.harness.pool import RankError, Ranks
@@ -124,7 +124,12 @@ class OnMesh(Drawing):
         return x, y
 
 
-def on_mesh(rank: int, world: int) -> list[str]:
+def on_one_rank(rank: int, world: int) -> list[Snapshot]:
+    spmd.seed(5, invariant=True)
+    return compiled_run(rank, OnMesh(), 2)[1]
+
+
+def on_mesh(rank: int, world: int, expected: list[Snapshot]) -> list[str]:
     """Rows over one axis, the 7 hidden columns, unevenly, over the other: as on one rank."""
     spmd.seed(5, invariant=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -133,14 +138,12 @@ def on_mesh(rank: int, world: int) -> list[str]:
     _, got = compiled_run(
         rank, OnMesh(world=2), 2, parallel_mode=spmd.DTensorExpand(mesh=mesh, params=params, inputs=inputs)
     )
-    spmd.seed(5, invariant=True)
-    replicated = DeviceMesh("cpu", [rank], mesh_dim_names=("dp",))
-    _, expected = compiled_run(rank, OnMesh(), 2, parallel_mode=spmd.DataParallel("replicate", mesh=replicated))
     return all_unequal(expected, got, rank, world)
 
 
 def test_invariant_draws_on_a_mesh_of_two_axes(ranks: Ranks) -> None:
-    assert not [line for lines in ranks.run(4, on_mesh) for line in lines]
+    (expected,) = ranks.run(1, on_one_rank)
+    assert not [line for lines in ranks.run(4, on_mesh, expected) for line in lines]
 
 
 def test_split_values_can_be_drawn_by_position() -> None:
@@ -244,7 +247,9 @@ def no_dropout(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x + F.dropout(x, 1.0) + nn.Dropout(0.5).eval()(x), y
 
 
-@pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
+@pytest.mark.parametrize("style, world", [
+    ("replicate", 2), ("fully_shard", 2), pytest.param("fully_shard", 3, marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_agrees_where_draws_do_not_matter(ranks: Ranks, style: str, world: int) -> None:
     assert_agrees(ranks, world, Harmless(), style)
 
@@ -377,7 +382,7 @@ def fresh_run() -> tuple[Any, tuple[Any, ...]]:
     return step, (model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("seed", [None, pytest.param(7, marks=pytest.mark.exhaustive)])
 @pytest.mark.usefixtures("alone")
 def test_a_run_continues_from_its_state(seed: int | None) -> None:
     """Also when the program is compiled anew, and one without the optimizer's first step."""

@@ -127,7 +127,7 @@ class OneWithinAnother(TwoOptimizers):
     """An optimizer that has another as its attribute."""
 
     def build(self) -> tuple[Any, ...]:
-        model = mlp(15, 9, 3)
+        model = mlp(15, 3)
         optimizer = Sharpness(model.parameters(), lr=0.01)
         return model, optimizer, optimizer.base
 
@@ -146,7 +146,7 @@ class Trained(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = mlp(15, 9, 3)
+        self.net = mlp(15, 3)
         self.optimizer = Sharpness(self.net.parameters(), lr=0.01)
 
 
@@ -166,7 +166,7 @@ CASES: list[Case] = [TwoOptimizers(), Adversaries(), OneForBoth(), OneWithinAnot
 
 @pytest.mark.parametrize("which", range(len(CASES)), ids=[type(case).__name__ for case in CASES])
 def test_several_modules_and_optimizers(ranks: Ranks, which: int, request: pytest.FixtureRequest) -> None:
-    for style, world in in_turn(request, which, THREE_IN_TURN):
+    for style, world in in_turn(request, which, (*THREE_IN_TURN, ("fully_shard", 2), *THREE_IN_TURN[1:])):
         assert_agrees(ranks, world, CASES[which], style)
 
 
@@ -227,7 +227,7 @@ class Wrapped(Case):
     wrapper: Any = Delegating
 
     def build(self) -> tuple[Any, ...]:
-        model = mlp(15, 7, 3)
+        model = mlp(15, 3)
         return model, self.wrapper(torch.optim.AdamW(model.parameters(), lr=0.01))
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:

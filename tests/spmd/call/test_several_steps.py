@@ -51,7 +51,9 @@ def shared(rank: int, world: int, style: str, train_first: bool) -> tuple[list[s
     return differ, len(train.programs), len(test.programs)
 
 
-@pytest.mark.parametrize("style, train_first", [("replicate", True), ("fully_shard", True), ("fully_shard", False)])
+@pytest.mark.parametrize("style, train_first", [
+    pytest.param("replicate", True, marks=pytest.mark.exhaustive), ("fully_shard", True), ("fully_shard", False),
+])  # fmt: skip
 def test_an_evaluation_shares_the_model(ranks: Ranks, style: str, train_first: bool) -> None:
     assert ranks.run(2, shared, style, train_first) == [([], 1, 1)] * 2
 
@@ -126,7 +128,7 @@ def copied(rank: int, world: int, style: str) -> tuple[list[str], int, int]:
     return all_unequal(expected, got, rank, world), len(compiled.programs), len(other.programs)
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_copies_are_trained_for_themselves(ranks: Ranks, style: str) -> None:
     assert ranks.run(2, copied, style) == [([], 1, 1)] * 2
 

@@ -138,6 +138,8 @@ CASES: list[tuple[Case, dict[str, Any]]] = [
     (EveryThird(), {}),
     (EveryThirdToZero(), {}),
 ]
+HELD = CASES[2]  # by micro-batches that are listed and reduced each, and by those that are cut and reduced once
+USUAL = [pytest.param(*each, marks=pytest.mark.exhaustive) if each is HELD else each for each in CASES]
 REDUCED_EACH = [
     pytest.param(case, {"reduce_gradients": "each"}, marks=pytest.mark.exhaustive)
     for case in (Chunks(), UnequalChunks(), EveryThird())
@@ -145,7 +147,7 @@ REDUCED_EACH = [
 
 
 @pytest.mark.parametrize(
-    "case, options", [*CASES, *REDUCED_EACH], ids=lambda x: str(x) if isinstance(x, dict) else type(x).__name__
+    "case, options", [*USUAL, *REDUCED_EACH], ids=lambda x: str(x) if isinstance(x, dict) else type(x).__name__
 )
 def test_accumulated_gradients_are_those_of_the_plain_step(
     ranks: Ranks, case: Case, options: dict[str, Any], request: pytest.FixtureRequest

@@ -148,7 +148,7 @@ CASES = [Inside(), Accumulated(), PartlyOff(), Around()]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
 def test_steps_under_autocast(ranks: Ranks, case: Case, request: pytest.FixtureRequest) -> None:
-    worlds = [("replicate", 2), ("fully_shard", 4)]
+    worlds = [("replicate", 2), ("fully_shard", 2), ("fully_shard", 4)]
     for style, world in worlds if request.config.getoption("--exhaustive") else [worlds[CASES.index(case) % 2]]:
         for found in ranks.run(world, differences, case, style, 5):
             assert found == []

@@ -103,7 +103,9 @@ class TeacherAndStudent(Case):
         return {"loss": loss.detach()}
 
 
-@pytest.mark.parametrize("style, world", [("replicate", 2), ("fully_shard", 2)])
+@pytest.mark.parametrize(
+    "style, world", [("fully_shard", 2), pytest.param("replicate", 2, marks=pytest.mark.exhaustive)]
+)
 def test_a_teacher_follows_its_student(ranks: Ranks, style: str, world: int) -> None:
     assert_agrees(ranks, world, TeacherAndStudent(), style)
 

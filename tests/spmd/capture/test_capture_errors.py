@@ -107,7 +107,10 @@ def fails_first(rank: int, world: int, style: str) -> None:
     failed(branch_on_item, style)
 
 
-@pytest.mark.parametrize("style", STYLES)
+USUAL = [style if style == "fully_shard" else pytest.param(style, marks=pytest.mark.exhaustive) for style in STYLES]
+
+
+@pytest.mark.parametrize("style", USUAL)
 def test_the_next_compile_works(ranks: Ranks, style: str) -> None:
     ranks.run(2, fails_first, style)
     assert_agrees(ranks, 2, CASE, style)
@@ -121,7 +124,7 @@ def same_objects(rank: int, world: int, style: str) -> None:
     assert losses == sorted(losses, reverse=True)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", USUAL)
 def test_the_objects_of_a_failed_compile_can_be_trained(ranks: Ranks, style: str) -> None:
     ranks.run(2, same_objects, style)
 

@@ -59,7 +59,7 @@ class Conjugates(torch.optim.Optimizer):
                 p.addcdiv_(p.grad, state["square"].sqrt().add_(1e-2), value=-group["lr"])
 
 
-OPTIMIZERS = (torch.optim.AdamW, Conjugates, torch.optim.RMSprop)
+OPTIMIZERS = (torch.optim.RMSprop, Conjugates, torch.optim.AdamW)
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,15 @@ def run_on_one_axis(rank: int, world: int, case: Layers, style: str) -> list[str
     return all_unequal(plain_run(case, world, 3), got, rank, world)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"sizes": (5, 5), "rows": 3}], ids=["even", "uneven"])
+@pytest.mark.parametrize("sizes", [
+    pytest.param({}, marks=pytest.mark.exhaustive), {"sizes": (5, 5), "rows": 3},
+], ids=["even", "uneven"])  # fmt: skip
 def test_numbers_on_two_axes(ranks: Ranks, sizes: dict[str, int]) -> None:
     placements = (ROWS, COLUMNS, {}, [Shard(0), Shard(0)], {"tp": Shard(-1)}, {"dp": Shard(0)})
     assert ranks.run(4, run_on_two_axes, Layers(placements=placements, **sizes)) == [[]] * 4
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_numbers_on_one_axis(ranks: Ranks, style: str) -> None:
     case = Layers((5, 5), placements=(Shard(1), [Shard(0)], Replicate(), {"dp": Shard(1)}))
     assert ranks.run(2, run_on_one_axis, case, style) == [[]] * 2

@@ -97,7 +97,7 @@ CASES: list[Case] = [FrozenInTurns(), Adversarial(), StepsInBackward(), Adversar
 def test_frozen_parameters_are_those_of_the_plain_step(
     ranks: Ranks, case: Case, request: pytest.FixtureRequest
 ) -> None:
-    for style, world in in_turn(request, CASES.index(case), THREE_IN_TURN):
+    for style, world in in_turn(request, CASES.index(case), (*THREE_IN_TURN, ("fully_shard", 2))):
         assert_agrees(ranks, world, case, style, steps=6)
 
 

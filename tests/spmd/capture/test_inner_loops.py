@@ -74,11 +74,14 @@ class Inner(MLP):
 
 
 CASES = [Inner(make="SGD"), Inner(make="AdamW"), Inner(make="Adagrad"), Inner(make="AdamW", copies=False)]
+IN_TURN = (*THREE_IN_TURN, ("fully_shard", 2))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.exhaustive) if c.make == "Adagrad" else c for c in CASES], ids=str
+)
 def test_inner_loops_are_those_of_the_plain_step(ranks: Ranks, case: Inner, request: pytest.FixtureRequest) -> None:
-    for style, world in in_turn(request, CASES.index(case), THREE_IN_TURN):
+    for style, world in in_turn(request, CASES.index(case), IN_TURN):
         assert_agrees(ranks, world, case, style, steps=3)
 
 

@@ -66,7 +66,7 @@ class Queued(Case):
         return loss
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_the_numbers_of_the_plain_step(ranks: Ranks, style: str) -> None:
     assert_agrees(ranks, 2, Queued(), style, steps=6)
 

@@ -50,7 +50,7 @@ class Scaled(MLP):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_what_is_attached_to_parameters_is_read(ranks: Ranks, style: str) -> None:
     assert_agrees(ranks, 2, Scaled(optimizer="SGD momentum"), style, steps=6)
 

@@ -59,7 +59,9 @@ def _losses(model: nn.Module, x: Tensor, targets: Tensor, frames: Tensor, labels
     )
 
 
-@pytest.mark.parametrize("style, world", THREE_IN_TURN)
+@pytest.mark.parametrize(
+    "style, world", [s if s[1] == 3 else pytest.param(*s, marks=pytest.mark.exhaustive) for s in THREE_IN_TURN]
+)
 def test_the_numbers_of_the_plain_step(ranks: Ranks, style: str, world: int) -> None:
     assert_agrees(ranks, world, Aligned(), style, steps=3)
 
