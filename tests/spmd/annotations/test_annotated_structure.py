@@ -243,10 +243,10 @@ def test_ignored_parameters_stay_as_they_are(how: str) -> None:
         if how == "modules":
             spmd.fully_shard(model.submod2.subsubmod)  # it is taken out of what is ignored
             mode = spmd.DataParallel("fully_shard", ignored_modules=[model.submod2])
-        trained = [p for p in model.parameters() if p.requires_grad]
         before = list(model.submod2.lin.parameters())
         result = spmd.compile(step, parallel_mode=mode)
-        result(model, torch.optim.SGD(trained, lr=0.1), torch.randn(4, 4))
+        optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+        result(model, optimizer, torch.randn(4, 4))
         assert all(now is then for now, then in zip(model.submod2.lin.parameters(), before, strict=True))
     inner = {"submod2.subsubmod.0.weight", "submod2.subsubmod.0.bias"} if how == "modules" else set()
     assert {*split(model)} == {"lin.weight", "lin.bias", "submod1.0.weight", "submod1.0.bias"} | inner

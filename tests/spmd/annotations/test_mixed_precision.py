@@ -29,6 +29,7 @@ def dtypes(report: Any, role: Role) -> set[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce_dtype, wire", [(FP32, "float32"), (None, "bfloat16"), (HALF, "float16")])
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.in_turn("reshard")
 def test_collectives_have_the_dtypes_of_the_policy(reduce_dtype: Any, wire: str, reshard: bool) -> None:
     with fake_world(4):
         model = Model(16, 2)
@@ -133,7 +134,8 @@ def differences(rank: int, world: int, case: Mixed, expected: list[Any]) -> list
 
 
 @pytest.mark.parametrize("api, optimizer, world", [
-    ("fully_shard", "SGD", 2), ("replicate", "SGD", 2), ("mode", "SGD", 2), ("fully_shard", "SGD momentum", 3),
+    ("replicate", "SGD", 2), ("mode", "SGD", 2), ("fully_shard", "SGD momentum", 2),
+    pytest.param("fully_shard", "SGD momentum", 3, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_numbers_are_those_of_casts_by_hand(ranks: Ranks, api: str, optimizer: str, world: int) -> None:
     """Also the dtype and the value of each buffer, by its name."""

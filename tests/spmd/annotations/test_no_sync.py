@@ -93,7 +93,8 @@ class ToZero(Window):
 
 NUMBERS = [
     (Window(optimizer="SGD"), 2, {"parallel_style": "replicate"}),
-    (Window(optimizer="AdamW"), 3, {"parallel_style": "fully_shard"}),
+    (Window(optimizer="SGD momentum"), 2, {"parallel_style": "fully_shard"}),
+    pytest.param(Window(optimizer="AdamW"), 3, {"parallel_style": "fully_shard"}, marks=pytest.mark.exhaustive),
     (Window(optimizer="AdamW"), 2, {"parallel_style": "replicate", "shard_optimizer": True}),
     (ClearedFirst(optimizer="SGD momentum"), 2, {"parallel_style": "fully_shard", "reduce_gradients": "each"}),
     pytest.param(ClearedFirst(optimizer="SGD"), 2, {"parallel_style": "replicate"}, marks=pytest.mark.exhaustive),
@@ -302,7 +303,7 @@ def test_all_ranks_must_leave_a_gradient_pending(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_it_is_verified_and_certified(alone: None, style: Any) -> None:
     def micro_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         with spmd.no_sync():

@@ -94,7 +94,8 @@ def differences(rank: int, world: int, case: Offloaded, passes: Any = None) -> l
 
 
 @pytest.mark.parametrize("strategy, optimizer", [
-    ("per block", "Adam"), ("replicated", "SGD momentum"), ("mode", "SGD"), ("shard optimizer", "SGD momentum"),
+    ("per block", "Adam"), ("replicated", "SGD momentum"), ("shard optimizer", "SGD momentum"),
+    pytest.param("mode", "SGD", marks=pytest.mark.exhaustive),
     pytest.param("siblings", "AdamW", marks=pytest.mark.exhaustive),
     pytest.param("per block", "SGD", marks=pytest.mark.exhaustive),
     pytest.param("siblings", "SGD", marks=pytest.mark.exhaustive),
@@ -127,7 +128,9 @@ class Kept(Offloaded):
 
 
 @pytest.mark.parametrize("strategy, passes", [
-    ("mode", None), ("replicated", ()), pytest.param("per block", None, marks=pytest.mark.exhaustive),
+    ("mode", None),
+    pytest.param("replicated", (), marks=pytest.mark.exhaustive),
+    pytest.param("per block", None, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_gradients_that_are_kept_and_averages(ranks: Ranks, strategy: str, passes: Any) -> None:
     assert ranks.run(2, differences, Kept(strategy, "SGD"), passes) == [[], []]

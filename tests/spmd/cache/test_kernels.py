@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from spmd import capture_call
 from spmd.cache import kernel_data
 from spmd.lowering import island_library
 from spmd.lowering import islands as compiled_islands
+from tests.harness.cases import make_optimizer
 from tests.harness.oracle import all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
 from tests.spmd.test_islands import Blocks
@@ -167,11 +167,19 @@ def test_kernels_of_a_gpu_and_what_does_not_compile_are_not_kept(trainer: Traine
         assert not list((tmp_path / "cache").iterdir())
 
 
+class Gated(Blocks):
+    """One kernel in forward, and one in backward."""
+
+    def build(self) -> tuple[Any, ...]:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)).double()
+        return model, make_optimizer(self.optimizer, model.parameters())
+
+
 def trained(
     rank: int, world: int, folder: str, mode: dict[str, Any] = FULLY_SHARD
 ) -> tuple[list[str], bool, list[Any], list[str]]:
     """Work on islands, whether the rank traced, the parameters, and what differs from the plain step."""
-    traces, case = [], replace(Blocks(), optimizer="SGD")
+    traces, case = [], Gated(optimizer="SGD")
     with pytest.MonkeyPatch.context() as patch:
         work, original = noted(patch), capture_call.capture
         patch.setattr(capture_call, "capture", lambda *given: (traces.append(rank), original(*given))[1])

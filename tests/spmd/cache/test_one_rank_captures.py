@@ -49,7 +49,7 @@ class Shorter(MLP):
     """Batches of several numbers of rows, which one trace serves from the second on."""
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
-        return tuple(each[: (4, 3, 2, 4, 1)[step]] for each in super().part(rank, step))
+        return tuple(each[: (4, 3, 2, 4, 3)[step]] for each in super().part(rank, step))
 
 
 def both(
@@ -74,13 +74,14 @@ def both(
 @pytest.mark.parametrize(
     ("case", "mode"),
     [
-        (MLP(), {}),
+        pytest.param(MLP(), {}, marks=pytest.mark.exhaustive),
         (MLP(optimizer="AdamW"), {"parallel_style": "fully_shard"}),
         (Shorter(optimizer="SGD momentum"), {"shard_optimizer": True}),
         (experts.Training("numbers"), {"parallel_style": "fully_shard", "axes": {"batch": "dp", "experts": "dp"}}),
-        (stages.Training("tied"), stages.TWO),
+        (MLP(sizes=(5, 7, 3), rows=4), {"axes": {"stages": "pp"}, "micro_batches": 2, "stages": ["2"]}),
+        pytest.param(stages.Training("tied"), stages.TWO, marks=pytest.mark.exhaustive),
     ],
-    ids=["replicate", "fully_shard", "shard_optimizer", "experts", "stages"],
+    ids=["replicate", "fully_shard", "shard_optimizer", "experts", "stages", "stages, tied"],
 )
 def test_one_rank_traces_for_all(new_ranks: Ranks, case: Case, mode: dict[str, Any]) -> None:
     """The traces of later sizes, too, are those of the first rank."""
@@ -90,7 +91,7 @@ def test_one_rank_traces_for_all(new_ranks: Ranks, case: Case, mode: dict[str, A
     assert 0 < shared <= apart and others == [[0, apart]]
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", ["replicate", pytest.param("fully_shard", marks=pytest.mark.exhaustive)])
 def test_passes_that_ask_which_rank_this_is_run_on_each(ranks: Ranks, style: str) -> None:
     """A rank sends its own half of what two reduce by messages: that of the first rank, on both, was wrong."""
     for _, differing in ranks.run(2, both, MLP(), {"parallel_style": style}, True, timeout=300):

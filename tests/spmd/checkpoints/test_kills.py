@@ -58,7 +58,7 @@ def add_one(model: nn.Module) -> None:
 
 @pytest.mark.timeout(7200)  # with --exhaustive
 def test_no_kill_loses_a_step_that_was_saved(ranks: Ranks, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    draw, within, kills = random.Random(0), 0, 200 if request.config.getoption("--exhaustive") else 10
+    draw, within, kills = random.Random(0), 0, 200 if request.config.getoption("--exhaustive") else 6
     for k in range(kills):
         with pytest.raises(RankError, match="exit code -9"):
             place = draw.randrange(2), draw.uniform(0.0, 0.4), k % 4 == 1, 0 if k % 4 == 3 else 2

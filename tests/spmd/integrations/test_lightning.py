@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ import spmd
 from ...harness.pool import Ranks
 from .launched import launched
 
-pytest.importorskip("lightning")
-pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:::lightning.*")]
+# Ranks import it, and no process that collects tests: that takes seconds.
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is missing")]
 
-ROWS = 30  # the last batch is short
+ROWS, BY_HAND = 22, 30  # the last batch is short
 Found = tuple[dict[str, Tensor], list[float]]
 
 
@@ -61,7 +63,7 @@ def train(folder: Path, world: int, mode: spmd.ParallelMode | None, resume: Path
     checkpoints = lightning.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     settings: dict[str, Any] = {"max_epochs": 2, "callbacks": [Log(), checkpoints], "enable_checkpointing": True}
     settings |= {"num_sanity_val_steps": 0, "use_distributed_sampler": False}
-    settings |= {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1} if kind == "sgd" else {}
+    settings |= {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1} if kind == "sgd" else {}
     strategy: Any = "auto" if mode is None else Strategy(compile_options={"parallel_mode": mode})
     trainer = example.make(folder, strategy=strategy, **settings)
     torch.manual_seed(0)
@@ -69,6 +71,11 @@ def train(folder: Path, world: int, mode: spmd.ParallelMode | None, resume: Path
     trainer.fit(module, loader, uneven, ckpt_path=resume)
     logged += [trainer.validate(module, uneven, verbose=False)[0]["accuracy"], trainer.global_step]
     return spmd.state_dict(module), logged
+
+
+def by_itself(rank: int, world: int, run: Callable[..., Any], *args: Any) -> Any:
+    """``run(*args)`` in a process that is no rank."""
+    return run(*args)
 
 
 def job(rank: int, world: int, folder: Path, mode: spmd.ParallelMode, resume: Path | None, kind: str) -> Found:
@@ -89,7 +96,6 @@ MODES = {
 }
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "kind, mode, other",
     [
@@ -100,16 +106,18 @@ MODES = {
 def test_a_trainer_trains_evaluates_saves_and_resumes_as_on_one_device(
     kind: str, mode: str, other: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    expected = train(tmp_path / "plain", 1, None, None, kind)
+    (expected,) = ranks.run(1, by_itself, train, tmp_path / "plain", 1, None, None, kind, process_group=False)
     for found in ranks.run(2, job, tmp_path, MODES[mode], None, kind):
         assert_equal(found, expected)
-    after_one = 4 * 2 + 1  # numbers that the first epoch logs
+    after_one = 3 * 2 + 1  # numbers that the first epoch logs
     for found in ranks.run(2, job, tmp_path / "resumed", MODES[other], tmp_path / "epoch=0.ckpt", kind):
         assert_equal(found, (expected[0], expected[1][after_one:]))
-    assert_equal(train(tmp_path, 1, None, tmp_path / "epoch=0.ckpt", kind), (expected[0], expected[1][after_one:]))
+    resumed = tmp_path, 1, None, tmp_path / "epoch=0.ckpt", kind
+    (found,) = ranks.run(1, by_itself, train, *resumed, process_group=False)
+    assert_equal(found, (expected[0], expected[1][after_one:]))
 
 
-def test_what_evaluation_logs_of_the_rows_of_one_rank_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def named_once() -> None:
     from spmd.integrations.lightning import _own_rows_named
 
     logged: list[Any] = []
@@ -119,15 +127,20 @@ def test_what_evaluation_logs_of_the_rows_of_one_rank_is_named_once(monkeypatch:
             logged.append(name)
 
     module, named = Module(), set[str]()
-    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 0}.items():
-        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    with pytest.warns(UserWarning) as caught, _own_rows_named(module, named):
-        for _ in range(2):
-            module.log("own", 1.0)
-            module.log("all", 1.0, sync_dist=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 0}.items():
+            patch.setattr(torch.distributed, name, lambda value=value: value)
+        with pytest.warns(UserWarning) as caught, _own_rows_named(module, named):
+            for _ in range(2):
+                module.log("own", 1.0)
+                module.log("all", 1.0, sync_dist=True)
     (warning,) = caught
     assert "own is logged of the rows of one rank" in str(warning.message) and warning.filename == __file__
     assert logged == ["own", "all"] * 2 and "log" not in vars(module)
+
+
+def test_what_evaluation_logs_of_the_rows_of_one_rank_is_named_once(ranks: Ranks) -> None:
+    ranks.run(1, by_itself, named_once, process_group=False)
 
 
 def fit_by_hand(folder: Path, world: int, mode: spmd.ParallelMode | None, resume: bool) -> Found:
@@ -144,7 +157,7 @@ def fit_by_hand(folder: Path, world: int, mode: spmd.ParallelMode | None, resume
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = fabric.setup(model, optimizer)
-    x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(BY_HAND, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rows = TensorDataset(x)
     sampler = DistributedSampler(rows, world, fabric.global_rank, shuffle=False)
     loader = fabric.setup_dataloaders(DataLoader(rows, 8 // world, sampler=sampler), use_distributed_sampler=False)
@@ -189,10 +202,10 @@ def job_by_hand(rank: int, world: int, folder: Path, mode: spmd.ParallelMode, re
         return fit_by_hand(folder, world, mode, resume)
 
 
-@pytest.mark.usefixtures("alone")
 def test_fabric_trains_saves_and_resumes_as_on_one_device(ranks: Ranks, tmp_path: Path) -> None:
     for mode, resume in (("fully_shard", False), ("replicate", True)):  # from the middle of an accumulation
-        expected = fit_by_hand(tmp_path / "plain", 1, None, resume)
+        plain = tmp_path / "plain", 1, None, resume
+        (expected,) = ranks.run(1, by_itself, fit_by_hand, *plain, process_group=False)
         for found in ranks.run(2, job_by_hand, tmp_path / "ranks", MODES[mode], resume):
             assert_equal(found, expected)
 
@@ -238,8 +251,7 @@ def test_ranks_that_would_train_apart_get_the_line_to_add(ranks: Ranks, tmp_path
     ranks.run(2, apart_job, tmp_path)
 
 
-@pytest.mark.usefixtures("alone")
-def test_what_would_run_within_the_step_or_beside_it_is_refused(tmp_path: Path) -> None:
+def refused(folder: Path) -> None:
     import lightning.pytorch as lightning
     from torch.utils.data import DataLoader, TensorDataset
     from torchmetrics.classification import MulticlassAccuracy
@@ -265,7 +277,7 @@ def test_what_would_run_within_the_step_or_beside_it_is_refused(tmp_path: Path) 
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def fit(module: lightning.LightningModule, *callbacks: lightning.Callback) -> None:
-        settings = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, "max_steps": 2}
+        settings = {"accelerator": "cpu", "devices": 1, "default_root_dir": folder, "max_steps": 2}
         settings |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = lightning.Trainer(strategy=Strategy(), callbacks=list(callbacks), **settings)
         trainer.fit(module, DataLoader(TensorDataset(torch.ones(4, 3), torch.tensor([0, 1, 0, 1]))))
@@ -278,3 +290,7 @@ def test_what_would_run_within_the_step_or_beside_it_is_refused(tmp_path: Path) 
         fit(Measuring(), lightning.callbacks.StochasticWeightAveraging(0.1))
     with pytest.raises(ValueError, match="precision='bf16-mixed' wraps the forward of models"):
         Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+
+
+def test_what_would_run_within_the_step_or_beside_it_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, by_itself, refused, tmp_path, process_group=False)

@@ -95,12 +95,13 @@ class Fits(Case):
         return loss.detach()
 
 
-STYLES = tuple(dict.fromkeys(THREE_IN_TURN))
+OTHERS = [(optimizer, *each) for optimizer in (Factors, Hypergradient) for each in THREE_IN_TURN]
+OTHERS.remove(CASE := (Hypergradient, "replicate", 2))  # split state is compared after checkpoints, too
 
 
-@pytest.mark.parametrize("style, world", STYLES)
-@pytest.mark.parametrize("optimizer", [Factors, Hypergradient])
-@pytest.mark.in_turn("optimizer")
+@pytest.mark.parametrize(
+    "optimizer, style, world", [CASE, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in OTHERS)]
+)
 def test_state_in_containers_and_under_a_text_is_state(
     ranks: Ranks, optimizer: type[torch.optim.Optimizer], style: str, world: int
 ) -> None:

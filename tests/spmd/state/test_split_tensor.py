@@ -124,7 +124,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", ["fully_shard", pytest.param("shard_optimizer", marks=pytest.mark.exhaustive)])
 def test_what_is_read_is_the_plain_models_or_refused(ranks: Ranks, name: str) -> None:
     plain = expected()
     for found in ranks.run(2, seen, MODES[name]()):
