@@ -68,14 +68,13 @@ def test_roles_are_raced_beside_one_rank(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_gpu_day_runs_without_a_gpu(tmp_path: Path) -> None:
     own = ["--systems", "eager", "spmd", "spmd, CUDA graphs", "--dtypes", "fp32"]
-    own += ["--parts", "steps", "estimates", "stages"]
+    own += ["--parts", "steps", "stages"]
     run = programs.run(["-m", "benchmarks.gpu_day", "--smoke", "--out", tmp_path / "day", *own])
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "day.json").read_text())
     rows = found["steps"]["smoke fp32"]
     assert [row["system"] for row in rows] == own[1:4] and not any(row["failed"] for row in rows)
     assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
-    assert found["estimates"]["smoke fp32"]["estimated"] > 0
     assert [(row["schedule"], row["failed"]) for row in found["stages"]] == [("1f1b", "")]
     assert "spmd, CUDA graphs" in (tmp_path / "day.html").read_text()
 
@@ -96,11 +95,11 @@ def test_the_exponent_of_nodes_in_seconds_is_found(power: float) -> None:
 
 
 def test_a_share_of_many_ranks_is_estimated_without_them() -> None:
-    options = ["--ranks", "64", "--layers", "2", "--width", "512", "--tokens", "128", "--experts", "8"]
+    options = ["--ranks", "64", "--layers", "1", "--width", "512", "--tokens", "128", "--experts", "8"]
     run = programs.run(["-m", "benchmarks.many_ranks", *options])
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "2 layers of width 512, 128 tokens a rank, 64 H100s:" in run.stdout
-    assert "2 layers of 8 experts, sorted of width 512, 128 tokens a rank, 64 H100s:" in run.stdout
+    assert "1 layers of width 512, 128 tokens a rank, 64 H100s:" in run.stdout
+    assert "1 layers of 8 experts, sorted of width 512, 128 tokens a rank, 64 H100s:" in run.stdout
     assert re.search(r"estimated step \d+ ms, of which [\d.]+ ms \([\d.]+%\) are exposed communication", run.stdout)
 
 
@@ -114,7 +113,7 @@ def test_estimates_stand_beside_measured_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("systems", [
-    ["no communication, eager", "DDP", "FSDP2 per block, fused AdamW", "spmd, replicate", "spmd, fully_shard"],
+    ["DDP", "FSDP2 per block, fused AdamW", "spmd, replicate"],
     pytest.param(["*"], marks=pytest.mark.exhaustive),
 ], ids=["some", "all"])  # fmt: skip
 def test_peers_measures_systems(systems: list[str], tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def most(pytestconfig: pytest.Config) -> int:
-    """How many operators make wrong versions: half of them, drawn by seed, or all."""
-    return len(graphs.OPERATORS) // (1 if pytestconfig.getoption("--exhaustive") else 2)
+    """How many operators make wrong versions: a third of them, drawn by seed, or all."""
+    return len(graphs.OPERATORS) // (1 if pytestconfig.getoption("--exhaustive") else 3)
 
 
 def all_passes(of: Any = Pass) -> Iterator[type[Pass]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,13 @@ from spmd.cli.commands import main
 from spmd.fuzzing import search
 from spmd.fuzzing.outcome import Outcome
 from spmd.fuzzing.search import Findings, fuzz
-
-ROOT = Path(__file__).parents[3]
+from tests.harness import programs
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # with --exhaustive
 def test_random_steps_run_clean(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    count = 100 if request.config.getoption("--exhaustive") else 6
+    count = 100 if request.config.getoption("--exhaustive") else 5
     findings = fuzz(count, 0, tmp_path)
     assert not findings.failures, findings.failures[0].outcome.details
     assert findings.count == count and findings.agreed >= 0.8 * count, findings.refusals
@@ -56,7 +53,7 @@ def test_a_planted_bug_is_found_and_shrunk(tmp_path: Path, monkeypatch: pytest.M
     text = failure.path.read_text()
     assert len([line for line in text.splitlines() if line]) <= 24, text
     monkeypatch.undo()
-    alone = subprocess.run([sys.executable, failure.path], cwd=ROOT, capture_output=True, text=True)
+    alone = programs.run([failure.path])
     assert alone.returncode == 0, alone.stderr  # nothing is planted there
     assert "train_step agrees" in alone.stdout
 

@@ -55,6 +55,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tenso
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.in_turn("batch_first")
 def test_only_gradients_and_the_loss_are_communicated(layer: str, batch_first: bool) -> None:
     model = LAYERS[layer](batch_first).to(F64)
     x = torch.randn((3, 2, WIDTH) if batch_first else (2, 3, WIDTH), dtype=F64)
@@ -86,7 +87,11 @@ class TimeFirst(MLP):
 
 
 @pytest.mark.parametrize(
-    "world, style", [pytest.param(2, "replicate", marks=pytest.mark.exhaustive), (3, "fully_shard")]
+    "world, style",
+    [
+        (2, "fully_shard"),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((2, "replicate"), (3, "fully_shard"))),
+    ],
 )
 def test_time_first_agrees_with_the_plain_step(ranks: Ranks, world: int, style: str) -> None:
     assert_agrees(ranks, world, TimeFirst(), {"parallel_style": style, "input_batch_dim": 1})

@@ -82,6 +82,9 @@ class ChannelsLast(Case):
         return loss
 
 
-@pytest.mark.parametrize("mode", ["fully_shard", {"parallel_style": "replicate", "shard_optimizer": True}])
+@pytest.mark.parametrize("mode", [
+    "fully_shard",
+    pytest.param({"parallel_style": "replicate", "shard_optimizer": True}, marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_a_norm_reads_its_operands_in_one_layout(ranks: Ranks, mode: Any) -> None:
     assert_agrees(ranks, 2, ChannelsLast(), mode, steps=4)

@@ -332,7 +332,11 @@ UNEQUAL = flat_step, early, torch.zeros(64, 32, 8)
 
 @pytest.mark.parametrize(
     "step, made, x, style, micro_batches",
-    [(*EQUAL, "replicate", 1), (*EQUAL, "shard_optimizer", 2), (*UNEQUAL, "replicate", 1)],
+    [
+        pytest.param(*EQUAL, "replicate", 1, marks=pytest.mark.exhaustive),
+        (*EQUAL, "shard_optimizer", 2),
+        (*UNEQUAL, "replicate", 1),
+    ],
 )
 def test_memory_is_what_our_programs_plan(
     step: Any, made: Callable[[], nn.Module], x: torch.Tensor, style: Style, micro_batches: int

@@ -40,7 +40,7 @@ def certificate(base: str, pipeline: list[passes.Pass] | None = None) -> Certifi
         return certify_programs(given.captured, final)
 
 
-REST = ("zero", "fully_shard")  # what they have, others below have, too
+REST = ("zero", "fully_shard", "odd")  # what they have, others below have, too
 
 
 @pytest.mark.parametrize("base", [pytest.param(b, marks=pytest.mark.exhaustive) if b in REST else b for b in MODES])

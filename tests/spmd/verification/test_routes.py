@@ -44,7 +44,7 @@ def certificate(form: Any, mesh: dict[str, int], make: Any = Mixture, **options:
 
 @pytest.mark.parametrize("form, mesh, make", [
     ("ends", {"dp": 2, "ep": 2}, Chooses),
-    ("numbers", {"dp": 1, "ep": 2}, Mixture),
+    pytest.param("numbers", {"dp": 1, "ep": 2}, Mixture, marks=pytest.mark.exhaustive),
     ("capacity", {"dp": 1, "ep": 2}, Mixture),
 ])  # fmt: skip
 def test_each_form_is_shown(form: Any, mesh: dict[str, int], make: Any) -> None:

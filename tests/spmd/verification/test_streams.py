@@ -23,6 +23,8 @@ from .stream_mutants import Mutant, mutants, swapped_collectives
 pytestmark = pytest.mark.slow
 
 INTERLEAVINGS, CALLS = 200, 2
+HELD = "offload replicated"  # by what is offloaded and split, and by what is replicated
+USUAL = [pytest.param(mode, marks=pytest.mark.exhaustive) if mode == HELD else mode for mode in MODES]
 
 
 def waits_of_host(streams: StreamProgram) -> list[Wait]:
@@ -30,7 +32,7 @@ def waits_of_host(streams: StreamProgram) -> list[Wait]:
     return [each for each in streams.operations if isinstance(each, Wait) and each.stream == HOST]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", USUAL)
 def test_programs_are_free_of_races_and_of_waits_of_the_host(mode: str) -> None:
     found = for_cuda(mode)
     for program, streams in zip(found.programs, found.streams, strict=True):
@@ -62,7 +64,7 @@ def differs(expected: Sequence[Outcome], got: Sequence[Outcome]) -> bool:
     return not all(same_bits(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", USUAL)
 def test_200_interleavings_have_the_bits_of_the_plain_order(mode: str) -> None:
     found, expected = for_cuda(mode), plain(mode, 1)
     emulator = Emulator(found.programs, found.streams)
@@ -113,7 +115,7 @@ def error_of(mutant: Mutant, mode: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", USUAL)
 def test_all_mutants_are_caught(mode: str) -> None:
     errors = {mutant.name: error_of(mutant, mode) for mutant in all_mutants(mode)}
     assert len(errors) == len(all_mutants(mode)) > 150

@@ -59,7 +59,10 @@ CLEAN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CLEAN)
+HELD = ("hybrid", "tensor parallel")  # by clean programs that have mutants
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive) if n in HELD else n for n in CLEAN])
 def test_a_clean_step_agrees(name: str) -> None:
     mode, given, options = CLEAN[name]
     step = spmd.compile(train_step, parallel_mode=spmd.DataParallel(**mode))
@@ -274,7 +277,7 @@ class Doubled(passes.Pass):
         return len(quotients)
 
 
-@pytest.mark.parametrize("mode", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("mode", ["replicate", pytest.param("fully_shard", marks=pytest.mark.exhaustive)])
 def test_rounding_that_an_op_enlarges_is_no_error_and_a_mistake_is(mode: str) -> None:
     given = nn.Linear(5, 3).double(), torch.randn(9, 5, dtype=torch.float64)
     verdict = spmd.verify(spmd.compile(normalised_step, parallel_mode=mode), *given, world=2)
