@@ -97,11 +97,13 @@ def fails_then_goes_on(
 ACTIONS = [faults.raises, faults.interrupts, faults.runs_out_of_memory]
 
 
-@pytest.mark.parametrize("transport", ["shared memory", "messages"])
-@pytest.mark.parametrize("style, action, at", [
-    ("replicate", faults.interrupts, 0.0),
-    ("replicate", faults.raises, 0.5),
-    ("fully_shard", faults.runs_out_of_memory, 0.3),
+@pytest.mark.parametrize("style, transport, action, at", [
+    ("replicate", "messages", faults.interrupts, 0.0),
+    ("replicate", "shared memory", faults.raises, 0.5),
+    ("fully_shard", "messages", faults.runs_out_of_memory, 0.3),
+    pytest.param("replicate", "shared memory", faults.interrupts, 0.0, marks=pytest.mark.exhaustive),
+    pytest.param("replicate", "messages", faults.raises, 0.5, marks=pytest.mark.exhaustive),
+    pytest.param("fully_shard", "shared memory", faults.runs_out_of_memory, 0.3, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_a_failure_before_the_update_leaves_all_state_as_it_was(
     ranks: Ranks, style: str, transport: str, action: Any, at: float
@@ -194,7 +196,7 @@ def trains_another(rank: int, world: int, style: str, ended: Path) -> tuple[list
     return messages, differ + broken.unequal(5, result)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_steps_of_other_models_go_on_where_one_is_partly_updated(ranks: Ranks, style: str, tmp_path: Path) -> None:
     for messages, differ in ranks.run(2, trains_another, style, tmp_path / "ended"):
         assert len(messages) == 3 and all("partly updated" in message for message in messages)

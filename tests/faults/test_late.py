@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import spmd
 from passes.ir.collectives import WAIT as wait
 from passes.runtime.message_collectives import recv, send
-from tests.harness.cases import MLP, mlp
+from tests.harness.cases import MLP, make_optimizer, mlp
 from tests.harness.messages import messages
 from tests.harness.oracle import all_unequal, random_generator, snapshot
 from tests.harness.pool import Ranks
@@ -24,7 +24,7 @@ from tests.harness.pool import Ranks
 from .late import late_messages
 
 CALLS = 6
-STAGES: dict[str, Any] = {"axes": {"stages": "pp", "batch": "dp"}, "micro_batches": 4, "parallel_style": "fully_shard"}
+STAGES: dict[str, Any] = {"axes": {"stages": "pp", "batch": "dp"}, "micro_batches": 2, "parallel_style": "fully_shard"}
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,13 @@ class Accumulates(MLP):
 
     sizes: tuple[int, ...] = (5, 7, 6, 3)
     rows: int = 8
+    optimizer: str = "SGD momentum"
 
     def build(self) -> tuple[Any, ...]:
         model = mlp(*self.sizes)
-        return model, torch.optim.Adafactor(model.parameters(), lr=0.1)
+        if self.optimizer == "Adafactor":
+            return model, torch.optim.Adafactor(model.parameters(), lr=0.1)
+        return model, make_optimizer(self.optimizer, model.parameters())
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         draw, rows = random_generator(rank, step), self.rows - 2 * (step == 2)
@@ -99,9 +102,14 @@ def trained(rank: int, world: int, case: Accumulates, sizes: dict[str, int], mod
     "case, sizes, mode",
     [
         (Accumulates(), {"pp": 2, "dp": 2}, STAGES),
-        (Clears(), {"dp": 2}, {"defer_updates": True}),
+        pytest.param(Clears(), {"dp": 2}, {"defer_updates": True}, marks=pytest.mark.exhaustive),
         (Clears(), {"dp": 2}, {"defer_updates": True, "parallel_style": "fully_shard"}),
-        (Accumulates(), {"dp": 2}, {"parallel_style": "fully_shard", "micro_batches": 2}),
+        pytest.param(  # as the stages have them
+            Accumulates(optimizer="Adafactor"),
+            {"dp": 2},
+            {"parallel_style": "fully_shard", "micro_batches": 2},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_no_number_depends_on_when_messages_arrive(ranks: Ranks, case: Any, sizes: Any, mode: dict[str, Any]) -> None:

@@ -163,7 +163,8 @@ def fails(rank: int, world: int, case: Cleared, mode: str, transport: str, at: i
 @pytest.mark.parametrize("case, mode, transport", [
     (Rich(), "replicate", "shared memory"),
     (Rich(), "fully_shard", "messages"),
-    (Rich(), "shard_optimizer", "shared memory"),
+    (Cleared(), "shard_optimizer", "shared memory"),
+    pytest.param(Rich(), "shard_optimizer", "shared memory", marks=pytest.mark.exhaustive),
     (Cleared(), "micro-batches", "messages"),
     (Cleared(), "sequence", "shared memory"),
     (Cleared(), "stages", "shared memory"),
