@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,21 +65,21 @@ EITHER = [EVEN, UNEVEN]  # by SGD: state is split as its parameters are, and tes
 def run_on_two_axes(rank: int, world: int, case: Case, params: Mapping[str, Any], inputs: Any, passes: Any) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mode = spmd.DTensorExpand(mesh=mesh, params=params, inputs=inputs)
-    _, got = compiled_run(rank // 2, case, 5, parallel_mode=mode, passes=passes)
-    return all_unequal(plain_run(case, 2, 5), got, rank // 2, 2)
+    _, got = compiled_run(rank // 2, case, 3, parallel_mode=mode, passes=passes)
+    return all_unequal(plain_run(case, 2, 3), got, rank // 2, 2)
 
 
 def run_on_one_axis(rank: int, world: int, case: Case, params: Mapping[str, Any]) -> list[str]:
-    _, got = compiled_run(rank, case, 5, parallel_mode=spmd.DTensorExpand(params=params))
-    return all_unequal(plain_run(case, world, 5), got, rank, world)
+    _, got = compiled_run(rank, case, 3, parallel_mode=spmd.DTensorExpand(params=params))
+    return all_unequal(plain_run(case, world, 3), got, rank, world)
 
 
 def run_with_a_batch_over_both_axes(rank: int, world: int, case: Case, params: Mapping[str, Any]) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     inputs = {"x": [Shard(0), Shard(0)], "y": [Shard(0), Shard(0)]}
     mode = spmd.DTensorExpand(mesh=mesh, params=params, inputs=inputs)
-    _, got = compiled_run(rank, case, 5, parallel_mode=mode)
-    return all_unequal(plain_run(case, world, 5), got, rank, world)
+    _, got = compiled_run(rank, case, 3, parallel_mode=mode)
+    return all_unequal(plain_run(case, world, 3), got, rank, world)
 
 
 # Every two options meet.
@@ -92,15 +92,29 @@ def test_megatron(ranks: Ranks, case: Blocks, optimizer: str, passes: Any) -> No
     assert ranks.run(4, run_on_two_axes, replace(case, optimizer=optimizer), MEGATRON, BATCH, passes) == [[]] * 4
 
 
-@pytest.mark.parametrize("params", [
-    {"*.weight": [Shard(0), Shard(0)]},
-    {"*.weight": [Shard(0), Shard(1)]},
-    {"*.weight": [Shard(1), Shard(0)], "*.bias": [Replicate(), Shard(0)]},
-    {"*.weight": {"dp": Shard(0)}, "*.bias": {"dp": Shard(0)}},
-    {"*up*": {"dp": Shard(0), "tp": Shard(0)}, "*down.weight": {"dp": Shard(0), "tp": Shard(1)}},
-], ids=["one dim twice", "both dims", "both dims and biases", "as the batch", "megatron, split twice"])  # fmt: skip
-@pytest.mark.parametrize("case", EITHER, ids=["even", "uneven"])
-@pytest.mark.in_turn("case")
+def either(usual: Sequence[tuple[str, Blocks]], placements: Mapping[str, Any]) -> list[Any]:
+    """Each case with each of these placements, of which the usual ones run in every run."""
+    names = {id(EVEN): "even", id(UNEVEN): "uneven"}
+    return [
+        pytest.param(case, params, id=f"{names[id(case)]}-{name}", marks=[pytest.mark.exhaustive] * (not is_usual))
+        for case in EITHER
+        for name, params in placements.items()
+        for is_usual in [(name, case) in usual]
+    ]
+
+
+@pytest.mark.parametrize("case, params", either(
+    [("one dim twice", UNEVEN), ("both dims and biases", EVEN), ("megatron, split twice", UNEVEN)],
+    {
+        "one dim twice": {"*.weight": [Shard(0), Shard(0)]},
+        "both dims": {"*.weight": [Shard(0), Shard(1)]},
+        "both dims and biases": {"*.weight": [Shard(1), Shard(0)], "*.bias": [Replicate(), Shard(0)]},
+        "as the batch": {"*.weight": {"dp": Shard(0)}, "*.bias": {"dp": Shard(0)}},
+        "megatron, split twice": {
+            "*up*": {"dp": Shard(0), "tp": Shard(0)}, "*down.weight": {"dp": Shard(0), "tp": Shard(1)},
+        },
+    },
+))  # fmt: skip
 def test_parameters_split_over_both_axes(ranks: Ranks, case: Blocks, params: dict[str, Any]) -> None:
     assert ranks.run(4, run_on_two_axes, case, params, BATCH, None) == [[]] * 4
 
@@ -122,14 +136,15 @@ def test_parameters_split_over_the_axis_of_the_batch(ranks: Ranks, case: Blocks,
     assert ranks.run(world, run_on_one_axis, replace(case, optimizer="SGD momentum"), params) == [[]] * world
 
 
-@pytest.mark.parametrize("params", [
-    {},
-    {"*": {"dp": Shard(0)}},
-    {"*": {"tp": Shard(0)}},
-    {"*": {"dp": Shard(0), "tp": Shard(0)}},
-], ids=["replicated", "split over dp", "split over tp", "split over both"])  # fmt: skip
-@pytest.mark.parametrize("case", EITHER, ids=["even", "uneven"])
-@pytest.mark.in_turn("case")
+@pytest.mark.parametrize("case, params", either(
+    [("replicated", UNEVEN), ("split over tp", EVEN), ("split over both", UNEVEN)],
+    {
+        "replicated": {},
+        "split over dp": {"*": {"dp": Shard(0)}},
+        "split over tp": {"*": {"tp": Shard(0)}},
+        "split over both": {"*": {"dp": Shard(0), "tp": Shard(0)}},
+    },
+))  # fmt: skip
 def test_a_batch_split_over_both_axes(ranks: Ranks, case: Blocks, params: dict[str, Any]) -> None:
     assert ranks.run(4, run_with_a_batch_over_both_axes, case, params) == [[]] * 4
 

@@ -208,7 +208,7 @@ def test_rows_of_a_layer_that_is_computed_again_have_the_same_order() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model, mesh, rows, options", [
     (Inverse, {"dp": 2}, 8, {"axes": {"batch": "dp"}}),
-    (Routed, {"dp": 2, "ep": 2}, 8, {"parallel_style": "fully_shard", **OVER_TWO}),
+    (Routed, {"dp": 2, "ep": 2}, 8, {"passes": None, "parallel_style": "fully_shard", **OVER_TWO}),
     (Inverse, {"ep": 4}, 64, {"axes": {"batch": "ep", "experts": "ep"}}),
     (Two, {"pp": 2}, 8, {"axes": {"stages": "pp"}, "stages": ["second"]}),
 ])  # fmt: skip
@@ -218,7 +218,9 @@ def test_micro_batches_are_as_the_plain_step(
     """Over the batch alone; experts in groups of ranks; experts to which rows are exchanged; in stages."""
     monkeypatch.setattr(harness, "ROWS", rows)
     monkeypatch.setattr(placements, "FEWEST", 4)
-    step = spmd.compile(train, parallel_mode=spmd.DataParallel(micro_batches=2, **options))
+    given_to_mode = {name: value for name, value in options.items() if name != "passes"}
+    mode = spmd.DataParallel(micro_batches=2, **given_to_mode)
+    step = spmd.compile(train, parallel_mode=mode, passes=options.get("passes", ()))
     world = 4 if "ep" in mesh else 2
     verdict = spmd.verify(step, *given(model), world=world, mesh=mesh, steps=1)
     assert verdict, str(verdict)
@@ -226,7 +228,7 @@ def test_micro_batches_are_as_the_plain_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh, options", [
-    ({"dp": 2}, {"axes": {"batch": "dp"}}),
+    pytest.param({"dp": 2}, {"axes": {"batch": "dp"}}, marks=pytest.mark.exhaustive),
     ({"ep": 2}, {"axes": {"batch": "ep", "experts": "ep"}, "parallel_style": "fully_shard"}),
 ])  # fmt: skip
 def test_layers_computed_again_count_rows_in_micro_batches(mesh: dict[str, int], options: dict[str, Any]) -> None:
@@ -239,7 +241,7 @@ def test_layers_computed_again_count_rows_in_micro_batches(mesh: dict[str, int],
 @pytest.mark.slow
 def test_layers_computed_again_with_other_experts_are_as_the_plain_step() -> None:
     """Backward reads where other rows end than it has, so the order is that of all rows."""
-    step = spmd.compile(train, parallel_mode=spmd.DataParallel(axes={"batch": "dp"}))
+    step = spmd.compile(train, parallel_mode=spmd.DataParallel(axes={"batch": "dp"}), passes=())
     verdict = spmd.verify(step, *given(Recomputed, form="within"), world=2, mesh={"dp": 2}, steps=1)
     assert verdict, str(verdict)
 
@@ -274,7 +276,8 @@ def with_little_room(rank: int, world: int) -> tuple[list[str], list[str]]:
     try:
         torch.manual_seed(0)
         case, mesh = OneGroup(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-        step, objects = spmd.compile(case.step, parallel_mode=spmd.DataParallel(mesh=mesh, **OVER_TWO)), case.build()
+        mode = spmd.DataParallel(mesh=mesh, **OVER_TWO)
+        step, objects = spmd.compile(case.step, parallel_mode=mode, passes=()), case.build()
         got = [snapshot(step(*objects, *case.part(rank, k)), objects) for k in range(2)]
         reasons = [each.reason for each in step.recompiles().programs]
         return all_unequal(plain_run(case, world, 2), got, rank, world), reasons

@@ -101,7 +101,7 @@ def test_so_many_units_are_whole_at_once(prefetch: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("limit", [*(pytest.param(each, marks=pytest.mark.exhaustive) for each in (1, 3)), 2])
 def test_a_limit_of_gathers_caps_what_is_ahead_and_whole_at_once(limit: int) -> None:
     """Of what is kept whole, too, how much is under way."""
     result = compiled(reshard_after_forward=True, prefetch=(4, 2), limit_gathers=limit)
@@ -158,8 +158,8 @@ def test_memory_does_not_grow_with_depth() -> None:
         return report.memory["cpu"].arena_used
 
     unit = sum(p.numel() * 4 for p in Block(256).parameters())
-    assert peak(9, None) - peak(6, None) < unit  # activations
-    assert peak(9, False) - peak(6, False) > 3 * unit
+    assert peak(7, None) - peak(5, None) < unit  # activations
+    assert peak(7, False) - peak(5, False) > 2 * unit
 
 
 @pytest.mark.slow
@@ -200,9 +200,9 @@ class Accumulated(Deep):
 
 
 @pytest.mark.parametrize("case, world, options", [
-    (Deep(optimizer="SGD"), 2, {}),
+    pytest.param(Deep(optimizer="SGD"), 2, {}, marks=pytest.mark.exhaustive),
     (Deep(optimizer="SGD momentum"), 2, {"reshard_after_forward": True, "prefetch": (0, 2)}),
-    (Deep(sizes=(8, 8), optimizer="SGD"), 2, {"reshard_after_forward": True}),
+    pytest.param(Deep(sizes=(8, 8), optimizer="SGD"), 2, {"reshard_after_forward": True}, marks=pytest.mark.exhaustive),
     (Accumulated(optimizer="SGD"), 2, {"reshard_after_forward": True}),
     (Accumulated(sizes=(8, 8), optimizer="SGD"), 2, {"reduce_gradients": "each", "limit_gathers": 1}),
     (Deep(optimizer="SGD"), 4, {"reshard_after_forward": 2, "offload_policy": spmd.OffloadPolicy()}),
