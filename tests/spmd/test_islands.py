@@ -89,13 +89,17 @@ def trained(rank: int, world: int, case: Any, mode: dict[str, Any], **options: A
     "case, mode",
     [
         (Later(Blocks(optimizer="SGD")), {"parallel_style": "fully_shard"}),
-        (Blocks(optimizer="AdamW"), {"parallel_style": "replicate", "shard_optimizer": True}),
+        (Blocks(optimizer="AdamW"), {"parallel_style": "replicate", "shard_optimizer": True, "micro_batches": 2}),
         pytest.param(
             Blocks(optimizer="SGD"),
             {"parallel_style": "replicate", "defer_updates": True},
             marks=pytest.mark.exhaustive,
         ),
-        (Blocks(optimizer="SGD"), {"parallel_style": "fully_shard", "micro_batches": 2}),
+        pytest.param(
+            Blocks(optimizer="SGD"),
+            {"parallel_style": "fully_shard", "micro_batches": 2},
+            marks=pytest.mark.exhaustive,
+        ),
         (Blocks(optimizer="SGD", dtype=torch.float32), {"parallel_style": "replicate"}),
     ],
 )

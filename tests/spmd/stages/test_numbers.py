@@ -20,7 +20,7 @@ from tests.harness.pool import Ranks
 
 from .trainings import HUGGING_FACE, TOKENS, WIDTH, Layer, Training, masked, metrics, with_sgd
 
-STEPS = 20
+STEPS = 6
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 TWO: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4}
 
@@ -77,7 +77,7 @@ def test_numbers_on_two_stages(ranks: Ranks, kind: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_numbers_as_ranks_on_nccl_send(ranks: Ranks, world: int) -> None:
-    case = Training("tied" if world == 2 else "deep")
+    case = Training("dense, tied" if world == 2 else "deep")
     found = ranks.run(world, in_two_groups, case, {"pp": world}, TWO | {"schedule": "1f1b"})
     assert not any(found), found
 
@@ -110,7 +110,12 @@ SPLIT = {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
     [
         # torchtitan#2206, #4194: parts and micro-batches have unequal numbers of tokens that count.
         (Training("masked"), {"pp": 2, "dp": 2}, {"parallel_style": "fully_shard", "axes": {"batch": "dp"}}),
-        (Training("masked"), {"pp": 2, "tp": 2}, {"axes": {"tensor": "tp"}, "params": SPLIT}),
+        pytest.param(
+            Training("masked"),
+            {"pp": 2, "tp": 2},
+            {"axes": {"tensor": "tp"}, "params": SPLIT},
+            marks=pytest.mark.exhaustive,  # in every run on simulated ranks, in test_models.py
+        ),
         # pytorch#159942: batches of other lengths, and of other numbers of rows, in turn.
         (Training("masked", lengths=(6, 4)), {"pp": 2}, {"axes": {}}),
         pytest.param(
@@ -156,7 +161,7 @@ def drawn_by(rank: int, world: int) -> list[list[Tensor]]:
     for mode in modes:
         model = Masks()
         spmd.seed(3, invariant=True)
-        step = spmd.compile(draws, parallel_mode=spmd.DataParallel(**mode))
+        step = spmd.compile(draws, parallel_mode=spmd.DataParallel(**mode), passes=())
         optimizer = with_sgd(model)
         found.append([each for _ in range(2) for each in step(model, optimizer, torch.ones(8, 4))])
     return found
@@ -178,7 +183,7 @@ def bits_of(rank: int, world: int) -> list[list[Snapshot]]:
     """What trainings in bf16 compute, by autocast and by a policy: on one rank in 6 micro-batches, then on stages."""
     mesh, case = init_device_mesh("cpu", (1, world), mesh_dim_names=("one", "pp")), Training("rows")
     policy = {"mp_policy": spmd.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-    found, batches = [], [case.part(0, k) for k in range(3)]
+    found, batches = [], [case.part(0, k) for k in range(2)]
     for function, options in ((in_bf16, {}), (metrics, policy)):
         for mode in ({"mesh": mesh["one"], "micro_batches": 6}, {"mesh": mesh["pp"], **TWO}):
             torch.manual_seed(0)
@@ -209,7 +214,7 @@ def in_turn(rank: int, world: int, order: str, tied: bool, style: str) -> list[f
     """How far training and evaluation in turn are from the plain steps."""
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp"))
     options = TWO | {"axes": {"stages": "pp", "batch": "dp"}, "stages": ["layers.1"]}
-    case, mode = Training("tied" if tied else "masked"), spmd.DataParallel(style, mesh=mesh, **options)
+    case, mode = Training("dense, tied" if tied else "dense"), spmd.DataParallel(style, mesh=mesh, **options)
     torch.manual_seed(0)
     (model, optimizer), (plain, other) = case.build(), case.build()
     plain.load_state_dict(model.state_dict())
@@ -225,7 +230,12 @@ def in_turn(rank: int, world: int, order: str, tied: bool, style: str) -> list[f
 
 
 @pytest.mark.parametrize(
-    ("order", "tied", "style"), [("tet", True, "replicate"), ("ett", False, "replicate"), ("ett", True, "fully_shard")]
+    ("order", "tied", "style"),
+    [
+        ("tet", True, "replicate"),
+        pytest.param("ett", False, "replicate", marks=pytest.mark.exhaustive),
+        ("ett", True, "fully_shard"),
+    ],
 )
 def test_a_step_that_reads_less_leaves_state_where_it_is(ranks: Ranks, order: str, tied: bool, style: str) -> None:
     for found in ranks.run(2, in_turn, order, tied, style):
@@ -308,5 +318,5 @@ def _snapshot(step: Any, objects: tuple[Any, ...], batch: tuple[Any, ...]) -> di
 
 
 def test_a_stage_that_raises_ends_the_call_on_all(ranks: Ranks) -> None:
-    found = ranks.run(2, fails_once, Training("masked"))
+    found = ranks.run(2, fails_once, Training("dense"))
     assert not any(found), found

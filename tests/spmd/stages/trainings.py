@@ -31,13 +31,26 @@ class Layer(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
+class Dense(nn.Module):
+    """One linear layer with a residual, where a test is not about what a layer computes."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(x))
+
+
 class Gpt(nn.Module):
     """``tied``: the head is the embedding."""
 
-    def __init__(self, layers: int = 2, tied: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, layers: int = 2, tied: bool = False, dropout: float = 0.0, layer: type[nn.Module] = Layer
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Layer(dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(layer(dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
@@ -222,6 +235,8 @@ def _with(model: Callable[[], nn.Module], optimizer: Callable[[nn.Module], Any])
 KINDS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], int]] = {  # the step, objects, rows of a part
     "masked": (masked, _with(Gpt, without_state), 8),
     "tied": (masked, _with(lambda: Gpt(tied=True), by_groups), 8),
+    "dense": (masked, _with(lambda: Gpt(layer=Dense), without_state), 8),
+    "dense, tied": (masked, _with(lambda: Gpt(tied=True, layer=Dense), by_groups), 8),
     "deep": (masked, _with(lambda: Gpt(4, tied=True), by_groups), 8),  # for four stages
     "rows": (metrics, _with(lambda: Gpt(4), without_state), 18),  # 4 micro-batches become 6
     "encoder-decoder": (translate, _with(EncoderDecoder, without_state), 8),
