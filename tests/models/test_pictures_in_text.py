@@ -14,13 +14,13 @@ import spmd
 PICTURE, PATCHES, LENGTH = 39, 4, 7
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of one layer for pictures and two for text."""
+def build(layers: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of one layer for pictures, and some for text."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**sizes, num_hidden_layers=1, image_size=8, patch_size=4, projection_dim=8),
-        text_config=LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=40, use_cache=False),
+        text_config=LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=40, use_cache=False),
         image_token_id=PICTURE,
         image_seq_length=PATCHES,
         vision_feature_layer=-1,
@@ -57,8 +57,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Te
     ids=["micro-batches", "stages", "ranks"],
 )
 def test_a_picture_in_each_row(world: int, options: dict[str, Any]) -> None:
-    compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(**options))
-    verdict = spmd.verify(compiled, *build(), batch(*[PATCHES] * 8), world=world, steps=1)
+    layers, passes = (2, None) if "axes" in options else (1, ())
+    compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(**options), passes=passes)
+    verdict = spmd.verify(compiled, *build(layers), batch(*[PATCHES] * 8), world=world, steps=1)
     assert verdict, verdict
 
 
@@ -66,7 +67,7 @@ def test_a_picture_in_each_row(world: int, options: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("alone")
 def test_features_that_do_not_fit_their_tokens_cost_the_call_alone() -> None:
     """The model checks their numbers over the whole batch, and each part those of its own rows."""
-    compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(micro_batches=2))
+    compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(micro_batches=2), passes=())
     model, optimizer = build()
     compiled(model, optimizer, batch(*[PATCHES] * 4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
