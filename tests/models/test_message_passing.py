@@ -149,11 +149,11 @@ class BigGraph(MLP):
 BIG_GRAPH = {"x": Replicate(), "edges": Shard(1), "y": Replicate()}
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_a_batch_of_graphs(ranks: Ranks, style: Style) -> None:
     assert_trains_in_place(ranks, Graphs(), style)
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", ["replicate", pytest.param("fully_shard", marks=pytest.mark.exhaustive)])
 def test_one_big_graph(ranks: Ranks, style: Style) -> None:
     assert_agrees(ranks, 2, BigGraph(), {"parallel_style": style, "inputs": BIG_GRAPH}, steps=3)

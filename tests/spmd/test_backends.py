@@ -122,7 +122,7 @@ def test_what_is_left_for_the_next_call_goes_around_regions(ranks: Ranks) -> Non
         ("mine", "AdamW", "fully_shard"),
         pytest.param("mine", "SGD momentum", "default", marks=pytest.mark.exhaustive),
         pytest.param("eager", "SGD", "fully_shard", marks=pytest.mark.exhaustive),
-        ("aot_eager", "SGD", "replicate"),
+        pytest.param("aot_eager", "SGD", "replicate", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_numbers_are_those_of_the_plain_step(ranks: Ranks, name: str, optimizer: str, style: str) -> None:

@@ -131,7 +131,7 @@ def test_all_ranks_take_what_is_quicker_in_their_sum(ranks: Ranks) -> None:
 
 def small() -> tuple[Any, ...]:
     torch.manual_seed(0)
-    case = Blocks()
+    case = Blocks(optimizer="SGD")
     return *case.build(), *case.part(0, 0)
 
 

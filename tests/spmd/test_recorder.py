@@ -62,7 +62,7 @@ def recorded(rank: int, world: int, folder: Path, style: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_calls_run_again_up_to_the_first_nan(
     ranks: Ranks, tmp_path: Path, style: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,7 +140,7 @@ def test_draws_follow_the_rows(rows: int, passes: Any) -> None:
 def test_draws_of_a_shorter_part_where_ranks_pass_equal_rows() -> None:
     """``verify`` puts the values of nodes of one name together: what says where a draw begins takes no other's name."""
     model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.3), nn.Linear(7, 3)).double()
-    assert verified(regress, model, 10, axes={"tensor": "dp"}, micro_batches=3)
+    assert verified(regress, model, 10, passes=(), axes={"tensor": "dp"}, micro_batches=3)
 
 
 @pytest.mark.usefixtures("alone")
@@ -242,9 +242,9 @@ class Recurrent(nn.Module):
     ("cells", "options"), [(nn.LSTM, {"micro_batches": 3}), (nn.GRU, {"bits": "same", "virtual": 4})]
 )
 def test_recurrent_modules(cells: Any, options: dict[str, Any]) -> None:
-    compiled = spmd.compile(regress, parallel_mode=spmd.DataParallel(**options))
+    compiled = spmd.compile(regress, parallel_mode=spmd.DataParallel(**options), passes=())
     model = Recurrent(cells).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     verdict = spmd.verify(compiled, model, optimizer, *batch(24), world=2, steps=1, bits="bits" in options)
     assert verdict, verdict
 
@@ -259,7 +259,7 @@ def merges(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("rows", "runs"), [(12, 3), (16, 4), (10, 5)])
+@pytest.mark.parametrize(("rows", "runs"), [(12, 3), pytest.param(16, 4, marks=pytest.mark.exhaustive), (10, 5)])
 def test_equal_parts_where_rows_merge_with_other_dims(rows: int, runs: int) -> None:
     model = nn.Sequential(nn.Linear(5, 3)).double()
     compiled = spmd.compile(merges, parallel_mode=spmd.DataParallel(micro_batches=3))
@@ -283,7 +283,7 @@ def balanced(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.usefixtures("alone")
 def test_a_mean_with_weights_of_classes() -> None:
     model = nn.ModuleList([nn.Linear(5, 3), nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0]))]).double()
-    assert verified(balanced, model, parallel_style="fully_shard", micro_batches=3)
+    assert verified(balanced, model, passes=(), parallel_style="fully_shard", micro_batches=3)
 
 
 def contrasts(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -347,7 +347,7 @@ def test_options_that_would_change_numbers(options: dict[str, Any], expected: st
 
 @pytest.mark.usefixtures("alone")
 def test_a_row_knows_its_place_in_the_batch() -> None:
-    assert verified(numbers_rows, LINEAR, parallel_style="replicate", micro_batches=3)
+    assert verified(numbers_rows, LINEAR, passes=(), parallel_style="replicate", micro_batches=3)
 
 
 @pytest.mark.usefixtures("alone")

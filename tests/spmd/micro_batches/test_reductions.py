@@ -59,11 +59,16 @@ def compiled(step: Any, **mode: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("mode", [{"parallel_style": "replicate"}, {"parallel_style": "fully_shard"}, {"bits": "same"}])
+MODES: list[dict[str, Any]] = [{"parallel_style": "replicate"}, {"parallel_style": "fully_shard"}, {"bits": "same"}]
+USUAL = [(normalizes, MODES[0]), (ignores, MODES[1]), (counts_twice, MODES[1]), (counts_twice, MODES[2])]
+# Parts that need sums of all are computed together where bits are the same.
+ALL = [(step, mode) for step in STEPS for mode in MODES if step is not normalizes or "bits" not in mode]
+
+
+@pytest.mark.parametrize(
+    ("step", "mode"), [pytest.param(*each, marks=[pytest.mark.exhaustive] * (each not in USUAL)) for each in ALL]
+)
 def test_a_step_reduces_as_often_as_with_the_whole_batch(step: Any, mode: dict[str, Any]) -> None:
-    if step is normalizes and "bits" in mode:
-        pytest.skip("parts that need sums of all are computed together")
     once, four = (compiled(step, micro_batches=count, **mode).report() for count in (1, 4))
     for kind in ("all_reduce", "reduce_scatter"):
         assert four.count(kind) == once.count(kind), kind

@@ -61,7 +61,8 @@ def in_turn(one: Any, two: Any, first: Any, second: Any, scaler: Any, x: Tensor,
     return tuple(losses)
 
 
-@pytest.mark.parametrize("step", [together, in_turn])
+# Each runs once in every run: one beside its counts and the scale, the other on simulated ranks.
+@pytest.mark.parametrize("step", [together, pytest.param(in_turn, marks=pytest.mark.exhaustive)])
 def test_a_scaler_skips_one_of_them(step: Callable[..., Any]) -> None:
     found = []
     for each in (step, spmd.compile(step, parallel_mode=spmd.DataParallel(micro_batches=3))):

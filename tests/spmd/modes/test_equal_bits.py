@@ -88,7 +88,7 @@ def part(value: Tensor) -> dict[str, Tensor]:
     pytest.param(2, False, IN_PARTS | {"gather_dtype": BF16}, marks=pytest.mark.exhaustive),
     (2, True, IN_PARTS | {"gather_dtype": FP16, "reduce_dtype": BF16}),
     (2, False, IN_PARTS | {"gather_dtype": BF16, "mp_policy": spmd.MixedPrecisionPolicy(BF16, torch.float32)}),
-    (4, False, IN_PARTS | {"gather_dtype": BF16, "reduce_dtype": BF16}),
+    pytest.param(4, False, IN_PARTS | {"gather_dtype": BF16, "reduce_dtype": BF16}, marks=pytest.mark.exhaustive),
     (4, True, SPLIT | {"gather_dtype": BF16, "reduce_dtype": FP16}),
 ], ids=str)  # fmt: skip
 def test_replicas_are_equal_to_the_bit(ranks: Ranks, world: int, by_messages: bool, options: dict[str, Any]) -> None:

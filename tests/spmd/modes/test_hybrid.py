@@ -30,7 +30,7 @@ def differences(rank: int, world: int, case: MLP, style: str, shard_optimizer: b
 
 
 @pytest.mark.parametrize("case, style, shard_optimizer", [
-    (replace(EVEN, optimizer="SGD"), "fully_shard", False),
+    pytest.param(replace(EVEN, optimizer="SGD"), "fully_shard", False, marks=pytest.mark.exhaustive),
     (replace(NARROW, optimizer="SGD momentum"), "fully_shard", False),
     (replace(NARROW, optimizer="SGD momentum"), "replicate", True),
 ], ids=["even", "uneven", "optimizer"])  # fmt: skip

@@ -107,7 +107,7 @@ DP_CP = {"dp": 2, "cp": 2}
 @pytest.mark.parametrize(
     ("inner", "mesh", "sizes", "passes", "mode"),
     [
-        (Torchs, DP_CP, (8, 4), None, {"micro_batches": 2}),
+        (Torchs, DP_CP, (8, 4), (), {"micro_batches": 2}),
         (Torchs, CP, (7, 3), (), {}),
         (Own, DP_CP, (8, 4), (), {"parallel_style": "fully_shard", "attention": "ring"}),
         (Own, CP, (8, 3), (), {"attention": "heads"}),

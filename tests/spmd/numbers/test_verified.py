@@ -77,7 +77,7 @@ class Trainer:
     """Averages, temperatures, meters and masks, as trainers keep them."""
 
     def __init__(self) -> None:
-        self.model = nn.Sequential(nn.Linear(5, 6), ActNorm(), nn.Tanh(), nn.Linear(6, 3)).double()
+        self.model = nn.Sequential(nn.Linear(5, 6, bias=False), ActNorm(), nn.Tanh(), nn.Linear(6, 3)).double()
         self.average = copy.deepcopy(self.model).requires_grad_(False)
         self.temperature = torch.zeros(1, dtype=torch.float64, requires_grad=True)
         self.optimizer, self.tuner = Momentum(self.model), torch.optim.Adam([self.temperature], lr=0.01)

@@ -17,7 +17,7 @@ from tests.harness.pool import Ranks
 
 pytestmark = pytest.mark.slow
 
-TENSOR_PARALLEL = {"self.model.0.weight": Shard(0), "self.model.0.bias": Shard(0), "self.model.2.weight": Shard(1)}
+TENSOR_PARALLEL = {"self.model.0.weight": Shard(0), "self.model.2.weight": Shard(1)}
 MODES: dict[str, Any] = {
     "fully_shard": spmd.DataParallel("fully_shard"),
     "micro-batches": spmd.DataParallel("fully_shard", micro_batches=2),
@@ -33,7 +33,8 @@ class Trainer:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+        layers = nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 5, bias=False)
+        self.model = nn.Sequential(*layers).double()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.means: dict[str, Tensor] = {}
         self.weights: dict[str, Any] = {}

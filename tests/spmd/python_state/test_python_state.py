@@ -154,7 +154,7 @@ class Keeps(Case):
 
 
 # What they keep is equal on all ranks, as with "counts", or a mean that "shifts_a_list" keeps in the same way.
-REST = ("flips", "renames", "anneals", "writes_into_a_list")
+REST = ("flips", "renames", "anneals", "fills_a_dict", "writes_into_a_list", "rotates_a_queue")
 
 
 @pytest.mark.parametrize(

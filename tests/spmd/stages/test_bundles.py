@@ -113,7 +113,7 @@ def test_ranks_of_a_stage_with_unequal_parts_have_the_same_programs(mode: dict[s
                 nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)) for _ in range(2)
             )
             compiled = spmd.compile(averaging, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO | mode), passes=())
-            compiled(model, average, torch.optim.AdamW(model.parameters()), torch.randn(8, 5))
+            compiled(model, average, with_sgd(model), torch.randn(8, 5))
             assert compiled.program is not None
             digests.add(compiled.program.stages.digest())
     assert len(digests) == 1

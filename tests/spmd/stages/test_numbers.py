@@ -109,7 +109,7 @@ SPLIT = {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
     ("case", "sizes", "mode"),
     [
         # torchtitan#2206, #4194: parts and micro-batches have unequal numbers of tokens that count.
-        (Training("masked"), {"pp": 2, "dp": 2}, {"parallel_style": "fully_shard", "axes": {"batch": "dp"}}),
+        (Training("dense"), {"pp": 2, "dp": 2}, {"parallel_style": "fully_shard", "axes": {"batch": "dp"}}),
         pytest.param(
             Training("masked"),
             {"pp": 2, "tp": 2},
@@ -117,7 +117,7 @@ SPLIT = {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
             marks=pytest.mark.exhaustive,  # in every run on simulated ranks, in test_models.py
         ),
         # pytorch#159942: batches of other lengths, and of other numbers of rows, in turn.
-        (Training("masked", lengths=(6, 4)), {"pp": 2}, {"axes": {}}),
+        (Training("dense", lengths=(6, 4)), {"pp": 2}, {"axes": {}}),
         pytest.param(
             Training("tied"),
             {"pp": 2, "dp": 2, "tp": 2},

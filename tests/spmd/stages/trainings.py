@@ -238,7 +238,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], int]] 
     "dense": (masked, _with(lambda: Gpt(layer=Dense), without_state), 8),
     "dense, tied": (masked, _with(lambda: Gpt(tied=True, layer=Dense), by_groups), 8),
     "deep": (masked, _with(lambda: Gpt(4, tied=True), by_groups), 8),  # for four stages
-    "rows": (metrics, _with(lambda: Gpt(4), without_state), 18),  # 4 micro-batches become 6
+    "rows": (metrics, _with(lambda: Gpt(4, layer=Dense), without_state), 18),  # 4 micro-batches become 6
     "encoder-decoder": (translate, _with(EncoderDecoder, without_state), 8),
     "unet": (two_optimizers, unet, 8),
     "Llama": (of_decoder, hugging_face("Llama"), 4),
