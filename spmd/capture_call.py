@@ -1,4 +1,4 @@
-"""Capture one call: an earlier capture serves it where only sizes differ, else the step is traced, on all ranks."""
+"""Capture one call: an entry of the cache, or an earlier capture, serves it, else the step is traced, on all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from .cache.compile_cache import Lookup
+from .cache.compile_cache import Lookup, set_flags
 from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.state import submodules_of
@@ -54,9 +54,14 @@ def capture_call(
 ) -> CapturedCall:
     """The program of a call on global shapes, in rank 0's order. All ranks call it together.
 
-    ``shared`` is as ``NextCapture.find`` finds it; ``lookup`` says whether the first rank captures for all. Raises
-    ``CaptureError`` if the step cannot be traced.
+    ``shared`` is as ``NextCapture.find`` finds it; ``lookup`` has what an entry holds, on all ranks or on none, and says
+    whether the first rank captures for all. Raises ``CaptureError`` if the step cannot be traced.
     """
+    if (warm := lookup.capture) is not None:
+        agreement.check_captured(text_of(warm.captured, call, warm.number))
+        captures.numbers.note_fixed(lookup.live, warm.captured)
+        set_flags(call, warm.flags)
+        return CapturedCall(warm.captured, warm.reads)
     tracing = _Tracing(function, call, name, options.overrides, captures, lookup.live, shared.own)
     if shared.own is not None and shared.is_common:
         found = tracing.capture()

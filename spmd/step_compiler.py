@@ -169,7 +169,7 @@ class StepCompiler:
             deferred = self._deferred(made.parts, call, executable, captured, program)
             if options.cuda_graphs and (why := "an update is left pending" if deferred else why_not_captured(program)):
                 program.notes.append(f"runs without CUDA graphs: {why}")
-            lookup.note_programs(captured.program, local, program)
+            lookup.note_programs(captured, local, program)
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
         make_report = stages.reporting(deferred.steady if deferred else program, program.notes, costs)
         bundle = deferred.bundle if deferred else program.stages
@@ -233,7 +233,8 @@ class StepCompiler:
             )
             check_memory(captured.program, call, captured.carried, captured.constants)
             stages.captured_on = agreement.members[0] if by_first_rank else None
-            captured.program.notes += [*notes, *call.notes]
+            if lookup.capture is None:  # an entry has them
+                captured.program.notes += [*notes, *call.notes]
             lookup.note_capture(captured, reads, any_size or (shared.own.capture if shared.own else None))
             dump.stage(0, "capture", captured.program)
         with stages.stage("partition"), DisableAutocast():
@@ -284,10 +285,10 @@ class StepCompiler:
         self, lookup: Lookup, call: Call, agreement: Agreement, stages: CompilePhases, dump: Dump
     ) -> Made | None:
         """What an entry of the cache makes of a call; None if there is none. Passes run where state lies otherwise."""
-        warm, pipeline = lookup.warm, self._options.pipeline
-        if warm is None or lookup.verifies:
+        warm, pipeline = lookup.capture, self._options.pipeline
+        if warm is None or warm.programs is None:
             return None
-        captured, local, program, entry = warm.captured, warm.partitioned, warm.program, warm.number
+        captured, (local, program), entry = warm.captured, warm.programs, warm.number
         if self._islands is not None and (kernels := warm.kernels) is not None:
             self._islands.adopt(kernels)
             stages.islands, stages.kernels = kernels.rows, kernels.text

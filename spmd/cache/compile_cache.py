@@ -1,8 +1,9 @@
 """``CompileCache``: look for the entry of a call, on all ranks together; store what a compilation made.
 
-An entry has what capture, plan, partition and passes made of a call, on one rank, and what the trace read. Ranks take
-entries that were stored in one compilation, or compile. What the first rank captured is sent as data to the others,
-where all would capture the same: they bind it as they would an entry.
+An entry has what capture, plan, partition and passes made of a call, on one rank, and what the trace read; or what
+capture made, where the programs behind it cannot be data. Ranks take entries that were stored in one compilation, or
+compile. What the first rank captured is sent as data to the others, where all would capture the same: they bind it as
+they would an entry.
 """
 
 from __future__ import annotations
@@ -54,23 +55,22 @@ _UNDESCRIBED = (NotCachedError, RuntimeError)  # torch has no contents for some 
 
 @dataclass
 class Warm:
-    """An entry, bound to the objects of a call."""
+    """An entry, bound to the objects of a call. ``programs``: after partition and after passes, if it has them."""
 
     captured: Captured
-    partitioned: Program
-    program: Program
     reads: StoredReads
     flags: Mapping[str, Mapping[str, bool]]  # that the trace left on optimizers
     number: str  # of the compilation that stored it, equal on all ranks
-    kernels: Kernels | None  # of its islands
+    programs: tuple[Program, Program] | None = None
+    kernels: Kernels | None = None  # of its islands
 
 
 @dataclass
 class Lookup:
     """What a call is looked up by, and what the look-up found.
 
-    ``why``: the reason that its capture cannot be data, and ``not_kept`` that its programs are not stored. ``islands``:
-    of the step, where it has a backend that compiles them.
+    ``why``: the reason that its capture cannot be data, and ``not_kept`` that the programs behind it are not stored.
+    ``islands``: of the step, where it has a backend that compiles them.
     """
 
     call: Call
@@ -100,7 +100,8 @@ class Lookup:
 
     def agree(self, agreement: Agreement) -> None:
         """Settle on an entry that all ranks have, or on none; all call it together, whatever their own options are."""
-        own = json.dumps([uuid.uuid4().hex[:16], [*self.found], self.verifies, self.shared_key])
+        own_found = {number: warm.programs is not None for number, warm in self.found.items()}
+        own = json.dumps([uuid.uuid4().hex[:16], own_found, self.verifies, self.shared_key])
         gathered = [_entries(text) for text in agreement.all_gather_text(own)]
         if None in gathered:
             return  # some rank has come to another exchange, and the next one says so
@@ -109,19 +110,26 @@ class Lookup:
         common = [each for each in gathered[0][1] if all(each in found for _, found, _, _ in gathered)]
         if common:
             self.warm = self.found[common[0]]
+            if not all(found[common[0]] for _, found, _, _ in gathered):
+                self.warm.programs = None
         keys = {key for *_, key in gathered}
         self.is_shared = not common and not self.verifies and len(keys) == 1 and keys != {""}
 
     @property
+    def capture(self) -> Warm | None:
+        """The entry that serves in the place of a trace."""
+        return None if self.verifies else self.warm
+
+    @property
     def _is_kept(self) -> bool:
-        return self.folder is not None and not self.why and not self.not_kept
+        return self.folder is not None and not self.why
 
     def note_capture(self, captured: Captured, reads: Any, any_size: AnySize | None) -> None:
         """Take what the trace read as data, while nothing has changed since.
 
         ``any_size``: that the program was made from, by a trace of this call or of one before.
         """
-        if self._data or not (self.is_shared or self.folder is not None):
+        if self._data or self.capture is not None or not (self.is_shared or self.folder is not None):
             return
         if not self.why and (self.is_shared or self._is_kept):
             try:
@@ -163,10 +171,7 @@ class Lookup:
         Nor where the program computes with ints of a call, which rules ask for: data has them as they are now; nor with
         floats that only a call knows (Adafactor reads a tensor's), which data has not.
         """
-        vals = [node.meta.get("val") for node in captured.graph.nodes]
-        has_ints = any(isinstance(val, (torch.SymInt, torch.SymBool)) for val in vals)
-        has_unknown = any(isinstance(val, torch.SymFloat) and val.node.hint is None for val in vals)
-        return b"" if self.why or has_ints or has_unknown else packed(self._data)
+        return b"" if self.why or _has_numbers_of_a_call(captured) else packed(self._data)
 
     def receive(self, content: bytes, name: str) -> tuple[Captured, StoredReads]:
         """The capture that another rank sent, bound to the objects of this one; ``name``: of the program.
@@ -199,25 +204,35 @@ class Lookup:
 
     def note_kernels(self, kernels: Kernels) -> None:
         """Take the kernels of the program's islands as files."""
-        if self._data and self._is_kept:
+        if self._data and self._is_kept and not self.not_kept:
             try:
                 self._kernels = kernels_to_files(kernels)
             except NotCachedError as error:
                 self.not_kept = str(error)
 
-    def note_programs(self, captured: Program, partitioned: Program, program: Program) -> None:
-        """Take the programs as data, and note in the report why there will be no entry."""
+    def note_programs(self, captured: Captured, partitioned: Program, program: Program) -> None:
+        """Take the programs as data, and note in the report what there will be no entry of, and why."""
         if self._data and self._is_kept:
-            try:
-                self._data["captured"] |= {"notes": captured.notes, "room": captured.room}
-                self._data |= {"partitioned": program_to_data(partitioned), "final": program_to_data(program)}
-                self._text = print_program(program)
-            except _UNDESCRIBED as error:
-                self.not_kept = str(error)
+            self._data["captured"] |= {"notes": captured.program.notes, "room": captured.program.room}
+            self._take_programs(partitioned, program)
+            if self.not_kept and _has_numbers_of_a_call(captured.program):
+                self.why = self.not_kept
         if self.missed and self.warm is None:
             program.notes.append(f"compiled anew, though there is an entry for such a call: {self.missed}")
-        if self.is_on and (why := self.why or self.not_kept):
-            program.notes.append(f"not kept for later processes: {why}")
+        if self.is_on and self.why:
+            program.notes.append(f"not kept for later processes: {self.why}")
+        elif self.is_on and self.not_kept:
+            program.notes.append(f"what follows the trace is not kept for later processes: {self.not_kept}")
+
+    def _take_programs(self, partitioned: Program, program: Program) -> None:
+        if self.not_kept:
+            return
+        try:
+            self._data |= {"partitioned": program_to_data(partitioned), "final": program_to_data(program)}
+            self._text = print_program(program)
+        except _UNDESCRIBED as error:
+            self.not_kept = str(error)
+            self._kernels = {}
 
     def store(self) -> None:
         """Write an entry, unless there is one, or a reason not to. What the file system refuses is warned of."""
@@ -238,9 +253,11 @@ class Lookup:
         """
         if self.warm is None or not self.verifies:
             return
-        own, stored = self.warm.captured, self.warm.partitioned
-        pairs = [(own.program, captured.program), (self.warm.program, program)]
-        for was, now in pairs if (stored.stored, stored.fixed) == (local.stored, local.fixed) else pairs[:1]:
+        own, stored = self.warm.captured, self.warm.programs
+        pairs = [(own.program, captured.program)]
+        if stored is not None and (stored[0].stored, stored[0].fixed) == (local.stored, local.fixed):
+            pairs.append((stored[1], program))
+        for was, now in pairs:
             found = _first_difference(print_program(replace(was, name=now.name)), print_program(now))
             if found and own.is_of_one_size is not captured.is_of_one_size and captured_the_same(own, captured):
                 return
@@ -275,7 +292,8 @@ def look_up(
     ``excluded``: a reason that it can have none. ``shares``: whether one rank may capture for all. ``islands``: of the
     step, where it has a backend that compiles them.
     """
-    lookup = Lookup(call, function, live, islands, why=excluded or _not_data(call, options, live))
+    why = excluded or _not_data(call, options, live)
+    lookup = Lookup(call, function, live, islands, why=why, not_kept=_not_kept(call, options))
     setting, connection = options.cache_option, agreement.connection
     shares = (
         shares and connection is not None and connection.timeout >= _LEAST_TIMEOUT and not _has_library_modules(call)
@@ -285,7 +303,6 @@ def look_up(
         lookup.folder, lookup.verifies = _opened(setting.folder), setting.verifies
     if not lookup.why and (lookup.folder is not None or shares):
         _describe(lookup, name, options, shares)
-    lookup.not_kept = _not_kept(call, options)
     if lookup.folder is not None and not lookup.why:
         _find(lookup, lookup.folder, name)
     lookup.agree(agreement)
@@ -327,7 +344,7 @@ def _describe(lookup: Lookup, name: str, options: Options, shares: bool) -> None
     except Exception as error:  # of objects of the user's, too: the step compiles all the same
         lookup.why = str(error) or type(error).__name__
         return
-    lookup.key = digest_of([facts, around, of_kernels])
+    lookup.key = digest_of([facts, around, of_kernels, lookup.not_kept])
     lookup._context = digest_of([{k: v for k, v in facts.items() if k not in _OF_SIZES}, around])
     if shares:
         lookup.shared_key = digest_of([{**facts, "mesh": facts_of_mesh(call)}, around])
@@ -336,10 +353,10 @@ def _describe(lookup: Lookup, name: str, options: Options, shares: bool) -> None
 def _find(lookup: Lookup, folder: Folder, name: str) -> None:
     """Bind the entries that this rank has for the call."""
     own = [each for each in folder.entries(f"{lookup.key}-") if each.name.endswith(f"-{_rank()}")]
-    for entry in () if lookup.not_kept else own[:_TRIED]:
+    for entry in own[:_TRIED]:
         try:
             warm = _bind(lookup, folder, entry)
-            for program in (warm.captured.program, warm.partitioned, warm.program):
+            for program in (warm.captured.program, *(warm.programs or ())):
                 program.name = name
             lookup.found[warm.number] = warm
         except _READ as error:
@@ -377,9 +394,12 @@ def _bind(lookup: Lookup, folder: Folder, entry: Path) -> Warm:
     files = folder.read(entry)
     data = {name.removesuffix(".json"): json.loads(each) for name, each in files.items() if name.endswith(".json")}
     captured, reads = _bind_capture(lookup, data)
-    partitioned, program = (program_from_data(data[name], lookup.call.mesh) for name in ("partitioned", "final"))
-    kernels = None if lookup.islands is None else kernels_from_files(data["kernels"], files, lookup.islands)
-    return Warm(captured, partitioned, program, reads, data["flags"], entry.name.split("-")[1], kernels)
+    warm = Warm(captured, reads, data["flags"], entry.name.split("-")[1])
+    if "final" in data and not lookup.not_kept:
+        warm.programs = tuple(program_from_data(data[name], lookup.call.mesh) for name in ("partitioned", "final"))
+        if lookup.islands is not None:
+            warm.kernels = kernels_from_files(data["kernels"], files, lookup.islands)
+    return warm
 
 
 def _bind_capture(lookup: Lookup, data: Mapping[str, Any]) -> tuple[Captured, StoredReads]:
@@ -400,6 +420,15 @@ def _bind_capture(lookup: Lookup, data: Mapping[str, Any]) -> tuple[Captured, St
     if captured.carried.counters or not captured.guards.hold(numbers):
         raise NotCachedError("numbers lead to another branch")
     return captured, reads
+
+
+def _has_numbers_of_a_call(captured: Program) -> bool:
+    """Whether a captured program has ints of a call, which rules ask for, or floats that only a call knows."""
+    vals = [node.meta.get("val") for node in captured.graph.nodes]
+    return any(
+        isinstance(val, (torch.SymInt, torch.SymBool)) or (isinstance(val, torch.SymFloat) and val.node.hint is None)
+        for val in vals
+    )
 
 
 def set_flags(call: Call, flags: Mapping[str, Mapping[str, bool]]) -> None:

@@ -229,11 +229,6 @@ REFUSED: dict[str, Excludes] = {
 # What a cache does not take, by what docs/guide.md says of it.
 NOT_KEPT: dict[str, Excludes] = {
     "overrides": lambda row: _lacks(row, "override", "none"),
-    "gm_transformation": lambda row: _has(row, "backend", "graph copied"),
-    "a budget": lambda row: _lacks(row, "memory", "any"),
-    "deferral": lambda row: _has(row, "deferral", "yes"),
-    "micro-batches": lambda row: _lacks(row, "micro_batches", "1"),
     "annotations": lambda row: _lacks(row, "annotations", "none"),
     "Python state": lambda row: _has(row, "model", "log"),
-    "unequal rows": lambda row: _has(row, "rows", "uneven"),
 }

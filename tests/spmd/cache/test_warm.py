@@ -288,6 +288,7 @@ class Shorter(MLP):
     [
         (MLP(optimizer="AdamW"), 2, {"parallel_style": "fully_shard"}),
         (Shorter(optimizer="SGD momentum"), 2, {"shard_optimizer": True}),
+        (MLP(optimizer="AdamW"), 2, {"parallel_style": "fully_shard", "micro_batches": 2}),
     ],
 )
 def test_ranks_start_warm(new_ranks: Ranks, tmp_path: Path, case: Case, world: int, mode: dict[str, Any]) -> None:

@@ -1,0 +1,50 @@
+"""Entries of a capture alone: a later process runs no trace, and partition and passes anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import spmd
+from tests.harness.cases import MLP
+from tests.harness.oracle import all_unequal, compiled_run, plain_run
+from tests.harness.pool import Ranks
+
+from .test_warm import run
+from .trainer import Trainer
+from .trainer import trainer as trainer
+
+pytestmark = pytest.mark.slow
+
+
+
+def transformed(graph: Any, *_: Any) -> Any:
+    return graph
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("why, options", [
+    ("it runs micro-batches", {"parallel_mode": spmd.DataParallel("replicate", micro_batches=2)}),
+    ("it defers updates", {"parallel_mode": spmd.DataParallel("replicate", defer_updates=True)}),
+    ("it has a budget of memory", {"memory": "1GB"}),
+    ("it has a gm_transformation", {"gm_transformation": transformed}),
+    ("it has a backend of the user's", {"backend": lambda module, inputs: module}),
+])  # fmt: skip
+def test_a_second_process_runs_no_trace(
+    trainer: Trainer, tmp_path: Path, why: str, options: dict[str, Any]
+) -> None:
+    traces, cache = trainer.count_traces(), tmp_path / "cache"
+    cold, expected = run(trainer, cache, **options)
+    assert f"what follows the trace is not kept for later processes: {why}" in cold.report().notes
+    assert len(traces) == 2
+    traces.clear()
+    warm, got = run(trainer, cache, **options)
+    assert not traces, warm.report().notes
+    assert got == expected
+    assert warm.report().notes == cold.report().notes
+    checked, verified = run(trainer, f"verify:{cache}", **options)
+    assert verified == expected
+    assert len(traces) == 2
