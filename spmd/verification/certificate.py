@@ -41,7 +41,8 @@ class Certificate:
     ``outcome`` is ``"shown"``, ``"wrong"`` or ``"cannot show"``. Of the last two: ``what``, the output or the state,
     ``node`` and ``line``, the first node that is not shown, and ``why``. ``ranks``: how many were looked at.
     ``routed``: whole numbers, such as which rows go to which experts and which keys a mask hides, were those of the
-    arguments, or drawn, so that this holds for these, and any other values.
+    arguments, or drawn, so that this holds for these, and any other values. ``rounded``: dtypes to which the options of
+    the mode let ranks round what they send; what a value is rounded to there was not looked at.
     """
 
     outcome: str
@@ -53,6 +54,7 @@ class Certificate:
     line: str = ""
     why: str = ""
     routed: bool = False
+    rounded: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.outcome == "shown"
@@ -61,7 +63,8 @@ class Certificate:
         if self:
             count = f"{self.nodes} nodes, {self.ranks} ranks"
             shown = "shown for whole numbers as in this call" if self.routed else "shown"
-            return f"{shown}: each of {self.outputs} outputs is the global output under its placement ({count})"
+            but = f", but for rounding to {' and '.join(self.rounded)}" if self.rounded else ""
+            return f"{shown}: each of {self.outputs} outputs is the global output under its placement{but} ({count})"
         where = ", ".join(each for each in (self.what, f"at {self.node}") if each)
         return f"{self.outcome}: {where}: {self.why} {self.line}".rstrip()
 

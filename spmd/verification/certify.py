@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch
 
-from passes import AxisRole, Mesh, Program
+from passes import AxisRole, Mesh, Program, Role
 
 from ..call.rng import random_state_kept
 from ..deferral.pending import calling, finish_pending
+from ..modes.base import ParallelMode
 from ..partitioner.prepare import prepared
+from . import symbols
 from .certificate import Certificate, Certification, certify_bundle, certify_programs
 from .certify_runs import RunsCertification
 from .peer import Peer
@@ -53,13 +56,23 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
         if final[0].stages is not None and len(final) < world:
             raise ValueError(f"expected at most {MOST} ranks with stages, of which all send to others, got {world}")
         captured = prepared(first.compiled.captured.program, _parts(final[0]))
+        sent = _sent_in(plain.subject.options.mode, first.compiled.captured.program)
         certification = RunsCertification if final[0].micro_batches is not None else Certification
-        with torch.no_grad():
+        with torch.no_grad(), symbols.sent_in(sent):
             if final[0].stages is not None:
-                return certify_bundle(
-                    captured, [(each.stages, each.stages.coordinate_of(each)) for each in final], "step"
-                )
-            return certify_programs(captured, final, numbers, certification)
+                bundles = [(each.stages, each.stages.coordinate_of(each)) for each in final]
+                found = certify_bundle(captured, bundles, "step")
+            else:
+                found = certify_programs(captured, final, numbers, certification)
+        return replace(found, rounded=tuple(map(str, sent)))
+
+
+def _sent_in(mode: ParallelMode, captured: Program) -> list[torch.dtype]:
+    """The dtypes to which the options of the mode let ranks round what they send."""
+    plan = mode.plan(captured)
+    options = [plan.options.get("reduce_dtype"), plan.options.get("gather_dtype")]
+    held = {declared.dtype for declared in captured.inputs if declared.role is Role.PARAMETER}
+    return [dtype for dtype in dict.fromkeys((*options, *plan.reduce_dtypes.values())) if dtype and held - {dtype}]
 
 
 def _parts(program: Program) -> int:

@@ -310,7 +310,8 @@ class Machine:
         if into.shape != new.shape:
             raise Unknown(f"it writes {tuple(new.shape)} into {tuple(into.shape)}")
         cast = symbols.with_dtype(new, dtype)
-        if symbols.dtype_of(new) != dtype:
+        before = symbols.dtype_of(new)
+        if before != dtype and not symbols.only_rounds(dtype, before):
             self._doubt([cast])
         into.copy_(cast)
         if planned is not None:

@@ -276,7 +276,7 @@ def function(
     extra = {name: value for name, value in named if name in ("alpha", "value")}
     found = arithmetic(*(value for name, value in named if name not in extra), **extra)
     rounds = of is not None and of != dtype and of.is_floating_point
-    return symbols.cast(found, dtype) if rounds else found
+    return symbols.cast(found, dtype, of) if rounds else found
 
 
 _EQUIVALENT = {"relu": ("clamp_min", {"min": 0})}  # the same function by another name

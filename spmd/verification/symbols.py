@@ -11,7 +11,9 @@ and which byte of the value it is, in planned memory. So views, copies and plann
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from fractions import Fraction
 from hashlib import blake2b
 from math import isfinite
@@ -41,6 +43,7 @@ LOGARITHM = 1 << 30
 """The mark of a logarithm: its symbol is that of the number it is the logarithm of."""
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
+_sent_in = ContextVar[Collection[torch.dtype]]("sent_in", default=())  # dtypes to which rounding changes no symbol
 
 
 def key(*of: Any) -> int:
@@ -122,7 +125,7 @@ def with_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     before = dtype_of(x)
     casts = before != dtype and before is not None
     found, marks = pieces(without_logarithms(x) if casts else x)
-    found = cast(found, dtype) if casts else found
+    found = cast(found, dtype, before) if casts else found
     return elements(found, (marks & (PENDING | DOUBT | LOGARITHM)) | mark_of(dtype))
 
 
@@ -134,8 +137,26 @@ def without_logarithms(x: Tensor) -> Tensor:
     return elements(torch.where(marks & LOGARITHM > 0, hashed(key("log"), found), found), marks & ~LOGARITHM)
 
 
-def cast(found: Tensor, dtype: torch.dtype) -> Tensor:
-    """Symbols of values that were of another dtype; a whole number of few digits stays what it is."""
+@contextmanager
+def sent_in(dtypes: Collection[torch.dtype]) -> Iterator[None]:
+    """Take values for what they are before they are rounded to floats of these dtypes, as a user lets ranks send them."""
+    token = _sent_in.set(dtypes)
+    try:
+        yield
+    finally:
+        _sent_in.reset(token)
+
+
+def only_rounds(dtype: torch.dtype, before: torch.dtype | None) -> bool:
+    """Whether a cast does no more than what ``sent_in`` lets be."""
+    floats = dtype.is_floating_point and (before is None or before.is_floating_point)
+    return floats and not {dtype, before}.isdisjoint(_sent_in.get())
+
+
+def cast(found: Tensor, dtype: torch.dtype, before: torch.dtype | None = None) -> Tensor:
+    """Symbols of values that were of another dtype, ``before``; a whole number of few digits stays what it is."""
+    if only_rounds(dtype, before):
+        return found
     exact = whole_numbers(found).abs() <= _EXACT.get(dtype, -1)
     return torch.where(exact, found, hashed(key("_to_copy", str(dtype)), found))
 

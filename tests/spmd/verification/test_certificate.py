@@ -182,6 +182,16 @@ def within_groups(program: Program) -> int:
     return 1
 
 
+@pytest.mark.parametrize("kind, lost", [
+    ("replicate", dropped(Kind.ALL_REDUCE, 2)),
+    ("fully_shard", dropped(Kind.REDUCE_SCATTER, 1)),
+])  # fmt: skip
+def test_what_the_user_lets_ranks_send_rounded_is_shown_but_for_that(kind: str, lost: Edit) -> None:
+    found = on_many(None, kind, 2, reduce_dtype=torch.bfloat16)
+    assert found and found.rounded == ("torch.bfloat16",) and "but for rounding to torch.bfloat16" in str(found), found
+    assert on_many(lost, kind, 2, reduce_dtype=torch.bfloat16).outcome == "wrong"
+
+
 @pytest.mark.parametrize("edit", [None, within_groups])
 def test_groups_are_parts_of_an_axis(edit: Edit | None) -> None:
     found = on_many(edit, world=4, reshard_after_forward=2)
