@@ -54,8 +54,8 @@ def capture_call(
 ) -> CapturedCall:
     """The program of a call on global shapes, in rank 0's order. All ranks call it together.
 
-    ``shared`` is as ``NextCapture.find`` finds it; ``lookup`` has what an entry holds, on all ranks or on none, and says
-    whether the first rank captures for all. Raises ``CaptureError`` if the step cannot be traced.
+    ``shared`` is as ``NextCapture.find`` finds it; ``lookup`` has the capture of an entry, on all ranks or on none, and
+    says whether the first rank captures for all. Raises ``CaptureError`` if the step cannot be traced.
     """
     if (warm := lookup.capture) is not None:
         agreement.check_captured(text_of(warm.captured, call, warm.number))

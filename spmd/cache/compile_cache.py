@@ -396,7 +396,8 @@ def _bind(lookup: Lookup, folder: Folder, entry: Path) -> Warm:
     captured, reads = _bind_capture(lookup, data)
     warm = Warm(captured, reads, data["flags"], entry.name.split("-")[1])
     if "final" in data and not lookup.not_kept:
-        warm.programs = tuple(program_from_data(data[name], lookup.call.mesh) for name in ("partitioned", "final"))
+        partitioned, program = (program_from_data(data[name], lookup.call.mesh) for name in ("partitioned", "final"))
+        warm.programs = partitioned, program
         if lookup.islands is not None:
             warm.kernels = kernels_from_files(data["kernels"], files, lookup.islands)
     return warm

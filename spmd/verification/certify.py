@@ -13,7 +13,7 @@ from passes import AxisRole, Mesh, Program, Role
 
 from ..call.rng import random_state_kept
 from ..deferral.pending import calling, finish_pending
-from ..modes.base import ParallelMode
+from ..modes.base import ParallelMode, PlannedMode
 from ..partitioner.prepare import prepared
 from . import symbols
 from .certificate import Certificate, Certification, certify_bundle, certify_programs
@@ -69,6 +69,8 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
 
 def _sent_in(mode: ParallelMode, captured: Program) -> list[torch.dtype]:
     """The dtypes to which the options of the mode let ranks round what they send."""
+    if not isinstance(mode, PlannedMode):
+        return []
     plan = mode.plan(captured)
     options = [plan.options.get("reduce_dtype"), plan.options.get("gather_dtype")]
     held = {declared.dtype for declared in captured.inputs if declared.role is Role.PARAMETER}

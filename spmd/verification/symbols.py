@@ -139,7 +139,7 @@ def without_logarithms(x: Tensor) -> Tensor:
 
 @contextmanager
 def sent_in(dtypes: Collection[torch.dtype]) -> Iterator[None]:
-    """Take values for what they are before they are rounded to floats of these dtypes, as a user lets ranks send them."""
+    """Take values for what they are before a cast to floats of these dtypes, in which a user lets ranks send them."""
     token = _sent_in.set(dtypes)
     try:
         yield

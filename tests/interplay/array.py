@@ -87,10 +87,10 @@ def rows_of_triples(seed: int, count: int) -> list[Row]:
 
 
 def rows_within(seed: int, seconds: float) -> list[Row]:
-    """Rows of triples that take about so much processor time together."""
+    """Rows of triples that take about so much processor time together, and none of them more than half of it."""
     found, left = list[Row](), seconds
     for row in rows_of_triples(seed, _TRIED):
-        if (takes := _seconds(row)) <= left:
+        if (takes := _seconds(row)) <= min(left, seconds / 2):
             found, left = [*found, row], left - takes
     return found
 

@@ -116,9 +116,9 @@ UNWRITTEN: dict[str, Excludes] = {
     "a number that is rounded may have another floor": lambda row: (
         _lacks(row, "wire", "own") and _has(row, "op", "floor", "remainder")
     ),
-    # What a batch norm takes away from a bias before it has no gradient but rounding.
+    # What a norm takes away from a bias before it has no gradient but rounding; where all is rounded, others are small.
     "Adafactor makes rounding large that stands in the place of a gradient": lambda row: (
-        _lacks(row, "wire", "own") and _has(row, "optimizer", "Adafactor") and _has(row, "model", "batch norm")
+        _has(row, "optimizer", "Adafactor") and (_lacks(row, "wire", "own") or _has(row, "op", "channels last"))
     ),
     "a stage on one rank reduces and gathers nothing": lambda row: (
         _has(row, "mesh", "stages") and _has(row, "wire", "reduced in fp32", "gathered in fp32")
@@ -188,6 +188,12 @@ REFUSED: dict[str, Excludes] = {
     ),
     'expected gradients to be reduced in their own dtype with bits="same"': lambda row: (
         _has(row, "wire", "reduced in fp32") and _has(row, "bits", "same")
+    ),
+    "micro-batches divide, since Edited.transform edits one graph": lambda row: (
+        _has(row, "override", "transform") and _has(row, "micro_batches", "3") and _has(row, "model", "rows alone")
+    ),
+    "is a number that one stage of a pipeline computes and another one reads": lambda row: (
+        _has(row, "mesh", *_STAGES) and _has(row, "optimizer", "Adafactor") and _has(row, "model", "tied")
     ),
     "expected no transform with stages": lambda row: _has(row, "mesh", *_STAGES) and _has(row, "override", "transform"),
     "so that its gradients cannot be deferred": lambda row: (

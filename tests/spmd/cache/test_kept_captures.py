@@ -6,19 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import spmd
-from tests.harness.cases import MLP
-from tests.harness.oracle import all_unequal, compiled_run, plain_run
-from tests.harness.pool import Ranks
 
 from .test_warm import run
 from .trainer import Trainer
 from .trainer import trainer as trainer
 
 pytestmark = pytest.mark.slow
-
 
 
 def transformed(graph: Any, *_: Any) -> Any:
@@ -33,9 +28,7 @@ def transformed(graph: Any, *_: Any) -> Any:
     ("it has a gm_transformation", {"gm_transformation": transformed}),
     ("it has a backend of the user's", {"backend": lambda module, inputs: module}),
 ])  # fmt: skip
-def test_a_second_process_runs_no_trace(
-    trainer: Trainer, tmp_path: Path, why: str, options: dict[str, Any]
-) -> None:
+def test_a_second_process_runs_no_trace(trainer: Trainer, tmp_path: Path, why: str, options: dict[str, Any]) -> None:
     traces, cache = trainer.count_traces(), tmp_path / "cache"
     cold, expected = run(trainer, cache, **options)
     assert f"what follows the trace is not kept for later processes: {why}" in cold.report().notes
@@ -45,6 +38,6 @@ def test_a_second_process_runs_no_trace(
     assert not traces, warm.report().notes
     assert got == expected
     assert warm.report().notes == cold.report().notes
-    checked, verified = run(trainer, f"verify:{cache}", **options)
+    _, verified = run(trainer, f"verify:{cache}", **options)
     assert verified == expected
     assert len(traces) == 2
