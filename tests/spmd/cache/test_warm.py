@@ -131,6 +131,7 @@ def test_verify_compares_a_size_that_another_trace_served(trainer: Trainer, tmp_
         run_sizes(trainer, f"verify:{cache}", (6, 6))
 
 
+@pytest.mark.exhaustive  # the last size of test_sizes_that_one_trace_serves_start_warm is such a one
 @pytest.mark.usefixtures("alone")
 def test_a_size_that_changes_after_a_warm_start_is_compiled(trainer: Trainer, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
