@@ -223,8 +223,8 @@ def test_the_memory_of_a_step_is_that_of_the_run_with_the_most_rows() -> None:
 
 
 def test_activations_fall_with_their_number_and_the_report_says_so() -> None:
-    """A GPT of 4 layers: what it says of eight parts is what the whole batch takes."""
-    config, found, notes = Config(width=16, layers=4, heads=2, context=16), [], []
+    """A GPT of 2 layers: what it says of eight parts is what the whole batch takes."""
+    config, found, notes = Config(width=16, layers=2, heads=2, context=16), [], []
     x = torch.zeros(16, config.context, dtype=torch.int64)
     for count in (1, 8):
         step = spmd.compile(predicts, parallel_mode=spmd.DataParallel(micro_batches=count))
