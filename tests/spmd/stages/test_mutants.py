@@ -421,7 +421,11 @@ def test_addends_that_two_ranks_exchange_are_certified(add: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("mode", [{}, {"kind": "replicate", "shard_optimizer": True}], ids=["split", "optimizer"])
+@pytest.mark.parametrize(
+    "mode",
+    [{}, pytest.param({"kind": "replicate", "shard_optimizer": True}, marks=pytest.mark.exhaustive)],
+    ids=["split", "optimizer"],
+)
 def test_addends_that_three_ranks_exchange_are_certified(mode: dict[str, Any]) -> None:
     assert certified_addends("as it is", 3, **mode)
 
