@@ -111,7 +111,7 @@ class Noted(nn.Linear):
         self.order.append(self)
 
 
-def test_modules_are_initialized_in_reverse_and_only_what_is_on_meta_is_touched() -> None:
+def in_reverse(rank: int, world: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(Noted(4, 4), nn.Sequential(Noted(4, 4)), Noted(4, 4))
     bias = nn.Parameter(torch.full((4,), 3.0))
@@ -130,7 +130,11 @@ def test_modules_are_initialized_in_reverse_and_only_what_is_on_meta_is_touched(
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_an_optimizer_of_before_goes_on() -> None:
+def test_modules_are_initialized_in_reverse_and_only_what_is_on_meta_is_touched(ranks: Ranks) -> None:
+    ranks.run(1, in_reverse, process_group=False)  # of fewer objects than this process has
+
+
+def an_optimizer_of_before(rank: int, world: int) -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -141,6 +145,10 @@ def test_an_optimizer_of_before_goes_on() -> None:
         result(model, optimizer, torch.randn(2, 4))
     assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)] == [True] * 2
     assert model.weight.mark == mark
+
+
+def test_an_optimizer_of_before_goes_on(ranks: Ranks) -> None:
+    ranks.run(1, an_optimizer_of_before, process_group=False)  # of fewer objects than this process has
 
 
 class Bare(nn.Module):
@@ -209,7 +217,7 @@ def fails_late(module: nn.Module) -> None:
     fill(module)
 
 
-def test_an_error_of_the_function_changes_nothing() -> None:
+def failing(rank: int, world: int) -> None:
     model = meta(Bare, lambda: nn.Linear(4, 4))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     before = list(model.parameters())
@@ -221,6 +229,10 @@ def test_an_error_of_the_function_changes_nothing() -> None:
         good = spmd.compile(MLP.step, parallel_mode=spmd.DataParallel("fully_shard", param_init_fn=fill))
         good(model, optimizer, torch.randn(2, 4), torch.randn(2, 4))
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+def test_an_error_of_the_function_changes_nothing(ranks: Ranks) -> None:
+    ranks.run(1, failing, process_group=False)  # of fewer objects than this process has
 
 
 class Parent(nn.Module):

@@ -99,7 +99,7 @@ def attached(weight: Tensor) -> nn.Parameter:
     return other
 
 
-def test_all_that_refers_to_a_parameter_refers_to_the_split_one() -> None:
+def all_that_refers(rank: int, world: int) -> None:
     """Modules that share it are split with it."""
     with fake_world(2):
         model, tied, recurrent = (
@@ -118,7 +118,7 @@ def test_all_that_refers_to_a_parameter_refers_to_the_split_one() -> None:
     assert [*map(id, optimizer._params)] == [*map(id, model.parameters())]
 
 
-def test_a_variable_of_a_running_function_passes_on_what_it_is_asked() -> None:
+def a_variable(rank: int, world: int) -> None:
     with fake_world(2):
         model = nn.Linear(4, 4)
         weight = model.weight
@@ -137,13 +137,19 @@ def test_a_variable_of_a_running_function_passes_on_what_it_is_asked() -> None:
             copy.copy(weight).__reduce_ex__(2)
 
 
-def test_so_is_what_refers_to_a_parameter_on_the_meta_device() -> None:
+def on_the_meta_device(rank: int, world: int) -> None:
     with fake_world(2):
         models = [nn.Linear(4, 4, device="meta") for _ in range(2)]
         held = [each.weight for each in models]
         spmd.materialize(models[0], "fully_shard")
         split(models[1], torch.ones(2, 4))
         assert [*map(id, held)] == [id(each.weight) for each in models]
+
+
+# In processes of few objects: whoever refers to a parameter is found among all that there are.
+@pytest.mark.parametrize("job", [all_that_refers, a_variable, on_the_meta_device], ids=lambda job: job.__name__)
+def test_what_refers_to_a_parameter_refers_to_the_split_one(ranks: Ranks, job: Callable[..., None]) -> None:
+    ranks.run(1, job, process_group=False)
 
 
 class Agent:
@@ -269,7 +275,7 @@ def test_parameters_that_were_noted_before_can_be_passed(ranks: Ranks) -> None:
     ranks.run(2, update_passed)
 
 
-def test_a_step_that_takes_parameters_knows_what_to_do() -> None:
+def taking_parameters(rank: int, world: int) -> None:
     def step(model: nn.Module, parameters: list[Tensor], x: Tensor) -> Tensor:
         return model(x).sum().detach() + sum(parameter.detach().sum() for parameter in parameters)
 
@@ -279,3 +285,7 @@ def test_a_step_that_takes_parameters_knows_what_to_do() -> None:
         compiled = spmd.compile(parallel_mode=spmd.DataParallel("fully_shard"))(step)
         compiled(model, list(model.parameters()), torch.ones(2, 4))
         compiled(model, list(model.parameters()), torch.ones(2, 4))
+
+
+def test_a_step_that_takes_parameters_knows_what_to_do(ranks: Ranks) -> None:
+    ranks.run(1, taking_parameters, process_group=False)
