@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Fact, FormIslands, MemoryBudgetError, Pass, Program, RankMismatchError, Report, facts_of
+from passes import Fact, FormIslands, MemoryBudgetError, Mesh, Pass, Program, RankMismatchError, Report, facts_of
 from passes.default_passes import table_of, with_islands, with_rates
 from passes.ir.bundle import Bundle
 from passes.ir.program import MicroBatches
@@ -456,12 +456,12 @@ def _run_by_first_rank(
 
     def work() -> bytes:
         nonlocal made
-        local.mesh = watched.mesh
+        _put_on(local, watched.mesh)
         try:
             program, parts = made = run()
         finally:
-            local.mesh = mesh
-        program.mesh = mesh
+            _put_on(local, mesh)
+        _put_on(program, mesh)
         if parts is None and not watched.was_asked:  # parts are sent by nothing
             with suppress(Exception):  # of passes of the user's, too
                 return packed([program_to_data(program), [asdict(each) for each in stages.passes]])
@@ -473,6 +473,11 @@ def _run_by_first_rank(
     data, effects = unpacked(content)
     stages.passes += [PassEffect(**each) for each in effects]
     return program_from_data(data, mesh), None
+
+
+def _put_on(program: Program, mesh: Mesh) -> None:
+    for each in (program, *first_runs(program)):
+        each.mesh = mesh
 
 
 def first_runs(program: Program) -> list[Program]:

@@ -55,13 +55,17 @@ _UNDESCRIBED = (NotCachedError, RuntimeError)  # torch has no contents for some 
 
 @dataclass
 class Warm:
-    """An entry, bound to the objects of a call. ``programs``: after partition and after passes, if it has them."""
+    """An entry, bound to the objects of a call.
+
+    ``programs``: after partition and after passes, if it has them; else ``not_kept`` says why.
+    """
 
     captured: Captured
     reads: StoredReads
     flags: Mapping[str, Mapping[str, bool]]  # that the trace left on optimizers
     number: str  # of the compilation that stored it, equal on all ranks
     programs: tuple[Program, Program] | None = None
+    not_kept: str = ""
     kernels: Kernels | None = None  # of its islands
 
 
@@ -215,8 +219,11 @@ class Lookup:
         if self._data and self._is_kept:
             self._data["captured"] |= {"notes": captured.program.notes, "room": captured.program.room}
             self._take_programs(partitioned, program)
+            self._data["not_kept"] = self.not_kept
             if self.not_kept and _has_numbers_of_a_call(captured.program):
                 self.why = self.not_kept
+        if self.capture is not None:
+            self.not_kept = self.not_kept or self.capture.not_kept
         if self.missed and self.warm is None:
             program.notes.append(f"compiled anew, though there is an entry for such a call: {self.missed}")
         if self.is_on and self.why:
@@ -382,7 +389,7 @@ def _not_kept(call: Call, options: Options) -> str:
         "it has a budget of memory": options.memory,
         "it defers updates": options.mode.defer_updates,
         "it is captured as CUDA graphs": options.cuda_graphs,
-        "it runs micro-batches": options.mode.micro_batches > 1,
+        "it is a pipeline": options.mode.has_stages,
         "it is dumped": options.dump_folder,
         "ranks have unequal numbers of rows": call.uneven,
     }
@@ -394,7 +401,7 @@ def _bind(lookup: Lookup, folder: Folder, entry: Path) -> Warm:
     files = folder.read(entry)
     data = {name.removesuffix(".json"): json.loads(each) for name, each in files.items() if name.endswith(".json")}
     captured, reads = _bind_capture(lookup, data)
-    warm = Warm(captured, reads, data["flags"], entry.name.split("-")[1])
+    warm = Warm(captured, reads, data["flags"], entry.name.split("-")[1], not_kept=data["not_kept"])
     if "final" in data and not lookup.not_kept:
         partitioned, program = (program_from_data(data[name], lookup.call.mesh) for name in ("partitioned", "final"))
         warm.programs = partitioned, program

@@ -21,6 +21,7 @@ from passes._torch import SYMBOLIC_FUNCTIONS
 from passes.ir.collectives import Collective, Kind
 from passes.ir.meta import KEYS
 from passes.ir.origin import Origin
+from passes.ir.program import MicroBatches
 from passes.ir.region import Island
 from passes.ir.roles import Phase
 from passes.ir.schemas import position_of
@@ -43,13 +44,14 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(operator.and_, operator.or_, operator.not_, math.floor, math.ceil, math.trunc),
 )
 _META = {key.name for key in KEYS}
+_FIRST_RUNS = ("accumulating", "opening")  # the programs of runs that are not the last one
 
 
 def program_to_data(program: Program) -> dict[str, Any]:
     """``program`` as plain data, but for its mesh. Raises ``NotCachedError`` for what no data can be."""
-    if program.micro_batches is not None:
-        raise NotCachedError("its program runs several times in a call")
-    return _Writer(program).data()
+    if program.same_bits:
+        raise NotCachedError("its bits are the same on any number of ranks")
+    return {**_Writer(program).data(), "micro_batches": _runs(program.micro_batches)}
 
 
 def program_from_data(data: Mapping[str, Any], mesh: Mesh) -> Program:
@@ -71,6 +73,8 @@ def program_from_data(data: Mapping[str, Any], mesh: Mesh) -> Program:
         room=data["room"],
         stored=tuple(map(tuple, data["stored"])),
         fixed=frozenset(data["fixed"]),
+        gathers_once=data["gathers_once"],
+        micro_batches=_read_runs(data["micro_batches"], mesh),
     )
     del program.graph_module
     program.read_graph = lambda: LazyGraphModule(torch.nn.Module(), reader.graph(data))
@@ -141,6 +145,7 @@ class _Writer:
             "room": program.room,
             "stored": program.stored,
             "fixed": sorted(program.fixed),
+            "gathers_once": program.gathers_once,
             "assignment": _assigned(program.assignment),
             "inputs": [_input(each) for each in program.inputs],
             "outputs": [_output(each) for each in program.outputs],
@@ -202,6 +207,8 @@ class _Writer:
                 found[key] = _collective(value)
             elif key == "placement":
                 found[key] = placement_to_data(value)
+            elif key == "in_time":
+                found[key] = placement_to_data((value,))
             elif key == "computes":
                 found[key] = _op(value)
             elif key == "origin":
@@ -293,6 +300,8 @@ class _Reader:
                 return _read_collective(value)
             case "placement":
                 return placement_from_data(value)
+            case "in_time":
+                return placement_from_data(value)[0]
             case "computes":
                 return _find_op(value)
             case "phase":
@@ -321,6 +330,22 @@ class _Reader:
 
     def output(self, data: Mapping[str, Any]) -> Output:
         return Output(**{**_read_declared(data), "kind": OutputKind(data["kind"])})
+
+
+def _runs(micro: MicroBatches | None) -> Any:
+    """How often a program runs in a call, with the programs of its first runs."""
+    if micro is None:
+        return None
+    first = {name: getattr(micro, name) for name in _FIRST_RUNS}
+    plain = {name: getattr(micro, name) for name in ("count", "split", "whole", "joined", "together")}
+    return {**plain, **{name: None if each is None else program_to_data(each) for name, each in first.items()}}
+
+
+def _read_runs(data: Any, mesh: Mesh) -> MicroBatches | None:
+    if data is None:
+        return None
+    first = {name: None if data[name] is None else program_from_data(data[name], mesh) for name in _FIRST_RUNS}
+    return MicroBatches(**{**data, **first})
 
 
 def _read_declared(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def transformed(graph: Any, *_: Any) -> Any:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("why, options", [
-    ("it runs micro-batches", {"parallel_mode": spmd.DataParallel("replicate", micro_batches=2)}),
+    ("its bits are the same on any number of ranks", {"parallel_mode": spmd.DataParallel(bits="same", virtual=2)}),
     ("it defers updates", {"parallel_mode": spmd.DataParallel("replicate", defer_updates=True)}),
     ("it has a budget of memory", {"memory": "1GB"}),
     ("it has a gm_transformation", {"gm_transformation": transformed}),

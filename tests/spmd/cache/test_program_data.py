@@ -17,6 +17,7 @@ from passes.ir.region import islands
 from spmd.cache.captured_data import captured_from_data
 from spmd.cache.program_data import program_from_data, program_to_data, scalar_from_data, target_of
 from spmd.capture.captured import Captured
+from spmd.step_compiler import first_runs
 from tests.harness.cases import MLP
 from tests.harness.fake import fake_world
 from tests.harness.oracle import compiled_run
@@ -24,7 +25,7 @@ from tests.harness.oracle import compiled_run
 # Fields of programs and captures that are no part of an entry, since no call with an entry has them.
 NOT_WRITTEN = {
     Program: {
-        *("graph_module", "mesh", "annotations", "micro_batches", "gathers_once", "same_bits", "stages", "schedules"),
+        *("graph_module", "mesh", "annotations", "same_bits", "stages", "schedules"),
     },
     Captured: {"sizes", "fixed_sizes", "returns_loss"},
 }
@@ -45,8 +46,9 @@ def test_a_field_that_is_added_is_read_or_is_named_here(cls: type) -> None:
         ("replicate", {}, passes.default()),
         ("replicate", {"shard_optimizer": True, "gather_dtype": torch.float32}, passes.default()),
         ("fully_shard", {}, passes.with_islands(passes.default())),
+        ("replicate", {"micro_batches": 3}, passes.default()),  # of 128 rows, so that parts have two lengths
     ],
-    ids=["replicate", "rounded", "fully_shard"],
+    ids=["replicate", "rounded", "fully_shard", "micro-batches"],
 )
 def test_programs_are_read_back_as_they_are(style: Any, options: dict[str, Any], pipeline: Any) -> None:
     with fake_world(2):
@@ -59,6 +61,9 @@ def test_programs_are_read_back_as_they_are(style: Any, options: dict[str, Any],
                 assert print_program(again) == print_program(program)
                 assert (again.inputs, again.outputs) == (program.inputs, program.outputs)
                 assert again.assignment == program.assignment
+                assert (again.micro_batches is None) is (program.micro_batches is None)
+                for first, same in zip(first_runs(program), first_runs(again), strict=True):
+                    assert print_program(same) == print_program(first) and same.inputs == first.inputs
             assert print_program(passes.run(read[1], compiled.pipeline)) == print_program(compiled.program)
 
 
