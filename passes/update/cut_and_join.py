@@ -65,7 +65,8 @@ def cut(program: Program) -> Halves | str:
     others = _written_beside_state(program, late)
     if others:
         return f"it writes {others[0]} after the update, which is no state that the next call is sure to find again"
-    end = _without_parts(late | _before_late(program, late))
+    end = late | _before_late(program, late)
+    end = _without_parts(end - {node for node in end if _is_in_shared_memory(node) and node.args[0] not in end})
     if not any(is_wait(node) and node.args[0] not in end for node in end):
         return "all gradients are reduced through shared memory, or one after the other, and nothing would be in flight"
     return _Cutter(program, end).halves()
@@ -88,6 +89,11 @@ def _is_gradient(wait: fx.Node) -> bool:
     """Whether what is waited for is a gradient."""
     described = _started(wait.all_input_nodes[0]).meta.get("collective")
     return isinstance(described, Collective) and described.role is Role.GRADIENT
+
+
+def _is_in_shared_memory(node: fx.Node) -> bool:
+    """Whether a wait is for what ranks reduce in memory that they share: it is done where it begins."""
+    return is_wait(node) and is_shared(_started(node.all_input_nodes[0]))
 
 
 def _check_results(program: Program, late: set[fx.Node]) -> None:
