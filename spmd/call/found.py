@@ -19,7 +19,7 @@ import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import count
 from typing import Any
 
@@ -274,10 +274,11 @@ def _strings(constants: Iterable[Any]) -> Iterator[str]:
             yield from _strings(each)
 
 
-def _globals_in(code: types.CodeType) -> list[str]:
+@lru_cache(maxsize=4096)  # codes are read again at each compile, and each time that a search goes further
+def _globals_in(code: types.CodeType) -> tuple[str, ...]:
     """The globals that code reads, in order, each once."""
     instructions = (each for part in _codes(code) for each in dis.get_instructions(part))
-    return list(dict.fromkeys(each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")))
+    return tuple(dict.fromkeys(each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")))
 
 
 def _is_of_library(value: Any, file: str) -> bool:

@@ -25,7 +25,7 @@ from passes import CaptureError, Input, Role
 
 from .._torch import FIELDS_OF_TENSORS, TreeSpec, own_buffers, own_parameters
 from ..ranks.world import extend_placement
-from .argument_logs import LogPath, with_logs
+from .argument_logs import Log, LogPath, with_logs
 from .grad_scaler import start
 from .nested_state import Path, item_at, leaves_of, with_item
 from .paths import Found
@@ -176,6 +176,10 @@ class Arguments:
     def tensors(self) -> list[Leaf]:
         """The leaves that are tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
+
+    def logs(self) -> dict[str, Log]:
+        """The lists and dicts that the step writes to and does not read, by name."""
+        return {leaf.name: leaf.value for leaf in self.leaves if isinstance(leaf.value, Log)}
 
     def naming_state(self, slots: Sequence[Slot]) -> Arguments:
         """The same arguments, with a ``StateRef`` instead of each leaf that is a state tensor."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..annotations.contract import copy_annotations
 from ..annotations.resolve import Ignored
+from ..call.argument_logs import LogPath
 from ..call.found import with_found
 from ..call.nested_state import leaves_of, with_item
 from ..call.state import ArgumentReader, Arguments, buffers_of, parameters_of
@@ -77,9 +78,11 @@ class Subject:
         """The options of the step."""
         return self.step.options
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments by name."""
-        return ArgumentReader(inspect.signature(self.function)).read(args, kwargs)
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], logs: Collection[LogPath] = ()) -> Arguments:
+        """The arguments by name, of which those at the paths ``logs`` are written to, and not read."""
+        reader = ArgumentReader(inspect.signature(self.function))
+        reader.logs.update(logs)
+        return reader.read(args, kwargs)
 
     @property
     def device_type(self) -> str:

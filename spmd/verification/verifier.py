@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from passes.ir.collectives import is_collective
 from passes.runtime.rooms import most_rows
 
 from .._torch import tree_flatten_with_path
+from ..call.argument_logs import Log, LogPath
 from ..call.found import with_found
 from ..call.rng import random_state_kept
 from ..call.state import Arguments, hyper_parameters_of, slots_of
@@ -94,6 +95,7 @@ class PlainStep:
     subject: Subject
     copied: Copy
     in_double: bool
+    logs: Collection[LogPath] = ()  # what the compiled step takes for logs among its arguments
 
     @classmethod
     def of(cls, subject: Subject) -> PlainStep:
@@ -125,7 +127,7 @@ class PlainStep:
 
     def given(self) -> Arguments:
         """Its arguments, with what else it reaches."""
-        return with_found(self.subject.function, self.subject.read(self.copied.args, self.copied.kwargs))
+        return with_found(self.subject.function, self.subject.read(self.copied.args, self.copied.kwargs, self.logs))
 
     def state(self) -> dict[str, Any]:
         """Its state by name, as ``SimulatedRank.state``."""
@@ -290,6 +292,8 @@ class Verification:
         return self._first_difference(wanted, actual)
 
     def _compare_state(self) -> tuple[str, Difference] | None:
+        logs = self.first.given().logs()
+        self.plain.logs = {log.path for log in logs.values()}
         expected = self.plain.state()
         actual, found = self._state_of_ranks()
         if found is not None:
@@ -300,7 +304,20 @@ class Verification:
             says = f"state is missing: {missing}" if missing else f"state should not be there: {extra}"
             return (missing or extra)[0], Difference(missing, extra, says)
         self.compared += len(expected)
-        return self._first_difference(expected, {name: actual[name] for name in names})
+        return self._first_difference(expected, {name: actual[name] for name in names}) or self._compare_logs(logs)
+
+    def _compare_logs(self, logs: Mapping[str, Log]) -> tuple[str, Difference] | None:
+        """Compare what the first rank has logged; of a tensor of which ranks have parts, that there is one."""
+        for name, log in self.plain.given().logs().items():
+            wanted, actual = _leaves(log.container, name), _leaves(logs[name].container, name)
+            if list(wanted) != list(actual):
+                return name, Difference(list(wanted), list(actual), "other entries were logged")
+            whole = {key for key, value in wanted.items() if _shape(value) == _shape(actual[key])}
+            self.compared += len(whole)
+            found = self._first_difference({key: wanted[key] for key in wanted if key in whole}, actual)
+            if found is not None:
+                return found
+        return None
 
     def _state_of_ranks(self) -> tuple[Values, tuple[str, Difference] | None]:
         """State by name, put together from all ranks; and the first that ranks should hold equally, and do not."""
@@ -361,5 +378,9 @@ def _as(value: Any, like: Any) -> Any:
     return value.to(like.dtype) if isinstance(value, Tensor) and isinstance(like, Tensor) else value
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
-    return {f"result{''.join(map(str, path))}": value for path, value in tree_flatten_with_path(tree)[0]}
+def _leaves(tree: Any, name: str = "result") -> dict[str, Any]:
+    return {f"{name}{''.join(map(str, path))}": value for path, value in tree_flatten_with_path(tree)[0]}
+
+
+def _shape(value: Any) -> Any:
+    return value.shape if isinstance(value, Tensor) else None

@@ -29,7 +29,7 @@ def found_in(ranks: Ranks, row: Row, fault: str = "") -> list[str]:
     found = set[str]()
     with tempfile.TemporaryDirectory() as folder:
         for number, (calls, is_warm) in enumerate(_processes(row)):
-            if number:
+            if number or row["cache"] == "warm":  # what other tests import makes a process another one to the cache
                 ranks.renew()
             given = (row, Path(folder), calls, is_warm, fault)
             for lines in ranks.run(world(row), differences, *given, timeout=_TIMEOUT):

@@ -452,3 +452,29 @@ def test_weights_are_put_back_where_state_is_split_by_an_earlier_call() -> None:
 
     compiled = spmd.compile(step, parallel_mode=spmd.DataParallel("fully_shard"))
     assert spmd.verify(compiled, *arguments(), world=2, steps=2)
+
+
+def test_what_a_step_logs_in_its_arguments_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    @spmd.compile()
+    def step(model: nn.Module, optimizer: Any, log: list[Any], x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        log.append({"loss": loss.detach(), "rows": x.shape[0]})
+        return loss
+
+    model = nn.Linear(4, 2).double()
+    given = (model, torch.optim.SGD(model.parameters(), lr=0.1), [], *map(torch.randn, ((4, 4), (4, 2))))
+    given = tuple(each.double() if isinstance(each, Tensor) else each for each in given)
+    verdict = spmd.verify(step, *given, world=2)
+    assert verdict and given[2] == [], verdict
+    logged = Verification._compare_logs
+
+    def loses(self: Verification, logs: Any) -> Any:
+        """Compare what is logged with a number that is another one."""
+        logs["log"].container[-1]["loss"] = logs["log"].container[-1]["loss"] + 1.0
+        return logged(self, logs)
+
+    monkeypatch.setattr(Verification, "_compare_logs", loses)
+    assert "log" in str(spmd.verify(step, *given, world=2))
