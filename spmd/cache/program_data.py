@@ -49,8 +49,8 @@ _FIRST_RUNS = ("accumulating", "opening")  # the programs of runs that are not t
 
 def program_to_data(program: Program) -> dict[str, Any]:
     """``program`` as plain data, but for its mesh. Raises ``NotCachedError`` for what no data can be."""
-    if program.same_bits:
-        raise NotCachedError("its bits are the same on any number of ranks")
+    if any(axis.ordered for axis in program.mesh.axes):
+        raise NotCachedError("its sums have an order that does not depend on the number of ranks")
     return {**_Writer(program).data(), "micro_batches": _runs(program.micro_batches)}
 
 
