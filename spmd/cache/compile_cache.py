@@ -111,11 +111,10 @@ class Lookup:
             return  # some rank has come to another exchange, and the next one says so
         self.number = gathered[0][0]
         self.verifies = any(verifies for _, _, verifies, _ in gathered)  # one rank cannot compile alone
-        common = [each for each in gathered[0][1] if all(each in found for _, found, _, _ in gathered)]
+        first = gathered[0][1]  # of each entry, whether it has programs: on all ranks, or on none
+        common = [each for each in first if all(found.get(each) is first[each] for _, found, _, _ in gathered)]
         if common:
             self.warm = self.found[common[0]]
-            if not all(found[common[0]] for _, found, _, _ in gathered):
-                self.warm.programs = None
         keys = {key for *_, key in gathered}
         self.is_shared = not common and not self.verifies and len(keys) == 1 and keys != {""}
 

@@ -44,7 +44,6 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(operator.and_, operator.or_, operator.not_, math.floor, math.ceil, math.trunc),
 )
 _META = {key.name for key in KEYS}
-_FIRST_RUNS = ("accumulating", "opening")  # the programs of runs that are not the last one
 
 
 def program_to_data(program: Program) -> dict[str, Any]:
@@ -333,19 +332,32 @@ class _Reader:
 
 
 def _runs(micro: MicroBatches | None) -> Any:
-    """How often a program runs in a call, with the programs of its first runs."""
-    if micro is None:
-        return None
-    first = {name: getattr(micro, name) for name in _FIRST_RUNS}
-    plain = {name: getattr(micro, name) for name in ("count", "split", "whole", "joined", "together")}
-    return {**plain, **{name: None if each is None else program_to_data(each) for name, each in first.items()}}
+    """How often a program runs in a call, with the programs of its first runs.
+
+    Raises ``NotCachedError`` where ranks divide the runs: each has its own, and the name of a group of its process.
+    """
+    return micro and {each.name: _of_runs(getattr(micro, each.name)) for each in fields(micro)}
+
+
+def _of_runs(value: Any) -> Any:
+    if isinstance(value, Program):
+        return {"program": program_to_data(value)}
+    if isinstance(value, Mapping):
+        return {"by name": [[name, scalar_to_data(each)] for name, each in value.items()]}
+    return scalar_to_data(value)
 
 
 def _read_runs(data: Any, mesh: Mesh) -> MicroBatches | None:
-    if data is None:
-        return None
-    first = {name: None if data[name] is None else program_from_data(data[name], mesh) for name in _FIRST_RUNS}
-    return MicroBatches(**{**data, **first})
+    return data and MicroBatches(**{name: _read_of_runs(each, mesh) for name, each in data.items()})
+
+
+def _read_of_runs(data: Any, mesh: Mesh) -> Any:
+    match data:
+        case {"program": program}:
+            return program_from_data(program, mesh)
+        case {"by name": items}:
+            return {name: scalar_from_data(each) for name, each in items}
+    return scalar_from_data(data)
 
 
 def _read_declared(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import spmd
 from passes import Program, print_program
 from passes.ir.region import islands
 from spmd.cache.captured_data import captured_from_data
+from spmd.cache.not_cached import NotCachedError
 from spmd.cache.program_data import program_from_data, program_to_data, scalar_from_data, target_of
 from spmd.capture.captured import Captured
 from spmd.step_compiler import first_runs
@@ -69,6 +70,16 @@ def test_programs_are_read_back_as_they_are(style: Any, options: dict[str, Any],
 
 def _read_back(program: Program) -> Program:
     return program_from_data(json.loads(json.dumps(program_to_data(program))), program.mesh)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_programs_of_one_rank_alone_are_no_data(world: int) -> None:
+    """Of three ranks each has other runs, and gathers rows in a group of its process, which stands in no graph."""
+    with fake_world(world):
+        mode = spmd.DataParallel(bits="same", virtual=4)
+        step, _ = compiled_run(0, MLP(sizes=(6, 4), rows=4), 1, parallel_mode=mode)
+        with pytest.raises(NotCachedError, match=r"sums have an order|a Spread"):
+            program_to_data(step.program)
 
 
 @pytest.mark.parametrize("text", ["op:os.system.default", "function:os.system", "function:builtins.eval", "eval", ""])
