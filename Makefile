@@ -27,7 +27,7 @@ TRAIN := $(VENV)/.ready-to-train-torch-$(TORCH)
 
 help:
 	@echo 'make train     train a small GPT on $(NPROC) ranks (NPROC=4, ARGS="--steps 100 --mode fully_shard", ARGS=--help)'
-	@echo 'make quick     the tests that need no second process, in 4 to 7 minutes (ARGS="-k name")'
+	@echo 'make quick     the tests that need no second process, in 2 to 3 minutes (ARGS="-k name")'
 	@echo 'make test      the whole test suite on torch $(TORCH) (TORCH=2.15.0, ARGS="-k name")'
 	@echo 'make interplay every pair of features in one step, beside the plain step (resumable, ARGS=--help)'
 	@echo 'make models    train real models on two ranks and print the table (ARGS="GPT2 Llama", ARGS=--help)'
