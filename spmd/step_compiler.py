@@ -483,7 +483,7 @@ def _put_on(program: Program, mesh: Mesh) -> None:
 def first_runs(program: Program) -> list[Program]:
     """The programs of all micro-batches but the last one, where they are others than that."""
     micro = program.micro_batches
-    return [] if micro is None else [each for each in (micro.accumulating, micro.opening) if each is not None]
+    return [] if micro is None else micro.first_programs
 
 
 def _check_same_stage(program: Program, agreement: Agreement) -> None:

@@ -212,6 +212,11 @@ class MicroBatches:
         return range(self.count) if self.spread is None else self.spread.runs(self.count)
 
     @property
+    def first_programs(self) -> list[Program]:
+        """The programs of all runs but the last one, where they are others than that."""
+        return [each for each in (self.accumulating, self.opening) if each is not None]
+
+    @property
     def idle_runs(self) -> list[int]:
         """The numbers of the runs before these, whose sums are dropped: the rank takes part in what others gather."""
         most = len(self.runs) if self.spread is None else -(-self.count // self.spread.ranks)

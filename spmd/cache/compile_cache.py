@@ -13,7 +13,7 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from .folder import Folder, RefusedFolderError
 from .kernel_data import kernels_from_files, kernels_to_files, surroundings_of_kernels
 from .not_cached import NotCachedError
 from .packed import as_bytes, packed, unpacked
-from .program_data import program_from_data, program_to_data
+from .program_data import printed, program_from_data, program_to_data
 from .read_data import StoredReads, bind_reads, reads_to_data
 from .surroundings import functions, same_functions, surroundings
 
@@ -264,7 +264,7 @@ class Lookup:
         if stored is not None and (stored[0].stored, stored[0].fixed) == (local.stored, local.fixed):
             pairs.append((stored[1], program))
         for was, now in pairs:
-            found = _first_difference(print_program(replace(was, name=now.name)), print_program(now))
+            found = _first_difference(printed(was), printed(now))
             if found and own.is_of_one_size is not captured.is_of_one_size and captured_the_same(own, captured):
                 return
             if found:

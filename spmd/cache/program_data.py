@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from passes import Input, Memory, Mesh, Output, OutputKind, Part, Program, Role
+from passes import Input, Memory, Mesh, Output, OutputKind, Part, Program, Role, print_program
 from passes._torch import SYMBOLIC_FUNCTIONS
 from passes.ir.collectives import Collective, Kind
 from passes.ir.meta import KEYS
@@ -79,6 +79,12 @@ def program_from_data(data: Mapping[str, Any], mesh: Mesh) -> Program:
     program.read_graph = lambda: LazyGraphModule(torch.nn.Module(), reader.graph(data))
     program.assigned, program.stored_nodes = data["assignment"], len(data["nodes"])
     return program
+
+
+def printed(program: Program) -> str:
+    """The text of a program and of those of its first runs, without names, which say in which order calls came."""
+    first = program.micro_batches.first_programs if program.micro_batches else []
+    return "\n".join(print_program(replace(each, name="program")) for each in (program, *first))
 
 
 class StoredProgram(Program):

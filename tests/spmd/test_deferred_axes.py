@@ -18,6 +18,9 @@ from tests.harness.experts import Form, Mixture, Training
 from tests.harness.messages import messages
 from tests.harness.oracle import all_unequal, snapshot
 from tests.harness.pool import Ranks
+from tests.interplay import training
+from tests.interplay.array import plain_row
+from tests.interplay.comparing import joined
 from tests.spmd.modes import test_sequence
 
 CALLS = 4
@@ -129,6 +132,17 @@ REST = ("experts", "gathered sequence")
 def test_an_update_is_deferred_beside_an_axis_of_each_role(ranks: Ranks, name: str) -> None:
     world = torch.Size(AXES[name].mesh.values()).numel()
     assert ranks.run(world, trained, name) == [([], True)] * world
+
+
+@test_sequence.pytestmark
+def test_nothing_is_deferred_that_ranks_reduce_in_memory_that_they_share() -> None:
+    """Beside a split sequence, in a model whose gradients are all reduced together, behind the loss."""
+    row = plain_row(mesh="sequence")
+    given = training.Training.of(row).arguments() + joined(row, 0)
+    mode = spmd.DataParallel(axes={"sequence": "cp"}, defer_updates=True)
+    step = spmd.compile(training.step_of(row), parallel_mode=mode)
+    verdict = spmd.verify(step, *given, world=2, mesh={"cp": 2}, steps=2)
+    assert verdict, verdict
 
 
 def test_stages_take_micro_batches_which_defer_nothing() -> None:

@@ -16,7 +16,7 @@ from passes import Program, print_program
 from passes.ir.region import islands
 from spmd.cache.captured_data import captured_from_data
 from spmd.cache.not_cached import NotCachedError
-from spmd.cache.program_data import program_from_data, program_to_data, scalar_from_data, target_of
+from spmd.cache.program_data import printed, program_from_data, program_to_data, scalar_from_data, target_of
 from spmd.capture.captured import Captured
 from spmd.step_compiler import first_runs
 from tests.harness.cases import MLP
@@ -63,6 +63,8 @@ def test_programs_are_read_back_as_they_are(style: Any, options: dict[str, Any],
                 assert (again.inputs, again.outputs) == (program.inputs, program.outputs)
                 assert again.assignment == program.assignment
                 assert (again.micro_batches is None) is (program.micro_batches is None)
+                assert printed(again) == printed(program)
+                assert printed(program).count("\ndef program(") == 1 + len(first_runs(program))
                 for first, same in zip(first_runs(program), first_runs(again), strict=True):
                     assert print_program(same) == print_program(first) and same.inputs == first.inputs
             assert print_program(passes.run(read[1], compiled.pipeline)) == print_program(compiled.program)

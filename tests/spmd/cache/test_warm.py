@@ -179,7 +179,7 @@ def test_verify_compiles_and_compares(trainer: Trainer, tmp_path: Path) -> None:
     traces.clear()
     run(trainer, f"verify:{cache}")
     assert traces
-    trainer.monkeypatch.setattr("spmd.cache.compile_cache.print_program", _changing(print_program))
+    trainer.monkeypatch.setattr("spmd.cache.program_data.print_program", _changing(print_program))
     with pytest.raises(spmd.SpmdError, match=r"in line \d+:\n    stored: .*aten.*\n    now:    .*aten"):
         run(trainer, f"verify:{cache}")
 

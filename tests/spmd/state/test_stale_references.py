@@ -146,7 +146,7 @@ def on_the_meta_device(rank: int, world: int) -> None:
         assert [*map(id, held)] == [id(each.weight) for each in models]
 
 
-# In processes of few objects: whoever refers to a parameter is found among all that there are.
+# In processes of few objects: what refers to a parameter is found among all that there are.
 @pytest.mark.parametrize("job", [all_that_refers, a_variable, on_the_meta_device], ids=lambda job: job.__name__)
 def test_what_refers_to_a_parameter_refers_to_the_split_one(ranks: Ranks, job: Callable[..., None]) -> None:
     ranks.run(1, job, process_group=False)
