@@ -192,7 +192,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.world)
     model, optimizer = state(setting)
     x = torch.zeros(1, setting.time, dtype=torch.int64)
-    step = spmd.compile(parallel_mode=mode(setting))(train_step)
+    step = spmd.compile(parallel_mode=mode(setting), cache="off")(train_step)
     turn = Turn()
     step._dispatch.fit(turn, step._dispatch.read((model, optimizer, x, x), {}))
     before, stopwatch = resident(), Stopwatch()

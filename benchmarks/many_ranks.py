@@ -158,7 +158,7 @@ def compiled(options: argparse.Namespace, kind: str, mesh: DeviceMesh, **roles: 
     axes = [passes.Axis(name, size, str(k)) for k, (name, size) in enumerate(zip(names, mesh.shape, strict=True))]
     table = passes.published("H100", passes.Mesh(tuple(axes)))
     mode = spmd.DataParallel("fully_shard", mesh=mesh, **roles)
-    step = spmd.compile(parallel_mode=mode, passes=passes.default(table=table))(train_step)
+    step = spmd.compile(parallel_mode=mode, passes=passes.default(table=table), cache="off")(train_step)
     model = llama(options.layers, options.width, options.experts if kind else 0, options.form)
     text = torch.zeros(1, options.tokens, dtype=torch.long)
     start = time.process_time()

@@ -5,7 +5,7 @@ What ranks do at the stages of a pipeline says their ``Bundle`` (``passes/ir/bun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,11 +56,11 @@ class CompilePhases:
 
         return on_pass
 
-    def reporting(self, program: Program, notes: Iterable[str], costs: Table) -> Callable[[], Report]:
-        """A function that makes the report of a program, with the seconds of its stages so far."""
+    def reporting(self, program: Program, notes: Sequence[str], costs: Table) -> Callable[[], Report]:
+        """A function that makes the report of a program, with the seconds of its stages so far, and all its notes."""
         seconds, done = dict(self.progress.seconds), list(self.passes)
         make = partial(Report.of, islands=self.islands, kernels=self.kernels, costs=costs, reason=self.reason)
-        return partial(make, program, seconds, tuple(notes), passes=done)
+        return partial(make, program, seconds, notes, passes=done)
 
     def explained(self, stage: str) -> AbstractContextManager[None]:
         """Explain an unexpected error in a stage."""

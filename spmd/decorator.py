@@ -115,7 +115,7 @@ def compile(
     - ``memory``: what a rank may hold in a step, state included (``"600MB"``); backward computes again what is over.
     - ``dynamic``: names of sizes that change, as ``{"tokens": {1: "time"}}``; None: a second size shows which do.
     - ``cache``: a folder in which compiled steps are kept for later processes, ``"on"`` for the user's cache directory,
-      ``"verify"`` to compile all the same and compare; None: as ``SPMD_CACHE`` says, which is off by default.
+      ``"off"``, or ``"verify"`` to compile all the same and compare; None: as ``SPMD_CACHE`` says, else ``"on"``.
     - ``check``: ``"first"`` compares each program's first call, on copies, with the program before its passes.
 
     Raises ``TypeError`` or ``ValueError`` for other arguments. Calls raise ``CaptureError``, ``PlacementError``,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,16 +35,20 @@ from .unexpected_errors import errors_of
 
 
 def cache_setting() -> str:
-    """What the environment variable ``SPMD_CACHE`` says; "off" where there is none."""
-    return os.environ.get("SPMD_CACHE", "off")
+    """What the environment variable ``SPMD_CACHE`` says; "on" where there is none."""
+    return os.environ.get("SPMD_CACHE", "on")
 
 
 @dataclass(frozen=True)
 class CacheOption:
-    """The folder in which compiled steps are kept for later processes, if any; ``verifies``: compile, and compare."""
+    """The folder in which compiled steps are kept for later processes, if any; ``verifies``: compile, and compare.
+
+    ``is_default``: nobody asked for it, so that what keeps it from its work is a note in the report, and no warning.
+    """
 
     folder: Path | None
     verifies: bool = False
+    is_default: bool = False
 
     @classmethod
     def of(cls, given: str) -> CacheOption:
@@ -53,12 +58,15 @@ class CacheOption:
         kind, colon, folder = given.partition(":")
         verifies = given == "verify" or (kind == "verify" and bool(colon))
         named = folder if verifies else "" if given == "on" else given
-        return cls(Path(named) if named else _user_cache() / "spmd", verifies)
+        return cls(Path(named) if named else _user_folder(), verifies)
 
 
-def _user_cache() -> Path:
-    """The user's cache directory. A user without a home is asked for none where the cache has a folder of its own."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def _user_folder() -> Path:
+    """A folder in the user's cache directory; of a user without a home, as in containers, among temporary files."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"spmd-{os.geteuid()}"
 
 
 @dataclass(frozen=True)
@@ -207,8 +215,10 @@ class Options:
 
     @property
     def cache_option(self) -> CacheOption:
-        """The user's choice, else that of the environment variable ``SPMD_CACHE``, else none."""
-        return CacheOption.of(cache_setting() if self.cache is None else self.cache)
+        """The user's choice, else that of the environment variable ``SPMD_CACHE``, else the user's cache directory."""
+        if self.cache is not None:
+            return CacheOption.of(self.cache)
+        return replace(CacheOption.of(cache_setting()), is_default="SPMD_CACHE" not in os.environ)
 
     @property
     def dump_folder(self) -> Path | None:

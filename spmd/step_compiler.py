@@ -186,7 +186,7 @@ class StepCompiler:
             self._distribute(turn, call, program, captured, state, seeds)
             added = made.added | master_copies.bind(call, local)
         if not made.entry:
-            lookup.store()
+            lookup.store(program.notes)
         make = Compiled if deferred is None else partial(DeferredProgram, deferred=deferred)
         return make(
             program=program,

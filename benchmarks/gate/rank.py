@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -84,6 +85,8 @@ class ArmRank:
     def load(self) -> Span:
         """Import the arm's spmd, with what ``spmd.compile`` and ``spmd.DataParallel`` need."""
         sys.path.insert(0, str(self.spec.arm.source))
+        os.environ.pop("SPMD_CACHE", None)
+        os.environ["XDG_CACHE_HOME"] = f"{self.spec.store}-cache"  # empty: an arm keeps what it does by default
         return measured(_import_spmd, self.spec.arm.slower)
 
     def modules(self) -> list[str]:

@@ -9,3 +9,4 @@ options), ``network`` (loopback or two hosts), ``team`` (the processes of one sy
 import os
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # read when torch is loaded: else its profiler writes into the table
+os.environ.setdefault("SPMD_CACHE", "off")  # else only the first run of a benchmark would compile

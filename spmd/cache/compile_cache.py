@@ -30,7 +30,7 @@ from ..capture.sizes.same_program import captured_the_same
 from ..interpreter.foreign_code import is_foreign_module, is_library_file
 from ..interpreter.source_lines import warn_user
 from ..lowering.islands import CompiledIslands, Kernels
-from ..options import Options
+from ..options import CacheOption, Options
 from ..python_state.effects.carried import Carried
 from ..python_state.reads import Reads
 from ..ranks.consensus import Agreement
@@ -91,6 +91,8 @@ class Lookup:
     warm: Warm | None = None
     is_on: bool = False
     verifies: bool = False
+    warns: bool = True  # of a folder that cannot be used, which is else a note in the report
+    unusable: str = ""
     missed: str = ""  # why the entry that was used last does not fit
     names: Mapping[int, str] = field(default_factory=dict)
     functions: Mapping[str, Any] = field(default_factory=dict)
@@ -225,7 +227,9 @@ class Lookup:
             self.not_kept = self.not_kept or self.capture.not_kept
         if self.missed and self.warm is None:
             program.notes.append(f"compiled anew, though there is an entry for such a call: {self.missed}")
-        if self.is_on and self.why:
+        if self.unusable:
+            program.notes.append(self.unusable)
+        elif self.is_on and self.why:
             program.notes.append(f"not kept for later processes: {self.why}")
         elif self.is_on and self.not_kept:
             program.notes.append(f"what follows the trace is not kept for later processes: {self.not_kept}")
@@ -240,8 +244,20 @@ class Lookup:
             self.not_kept = str(error)
             self._kernels = {}
 
-    def store(self) -> None:
-        """Write an entry, unless there is one, or a reason not to. What the file system refuses is warned of."""
+    def open(self, setting: CacheOption) -> None:
+        """Take the folder of the cache, if it can be used."""
+        assert setting.folder is not None
+        self.verifies, self.warns = setting.verifies, not setting.is_default
+        try:
+            self.folder = Folder.open(setting.folder)
+        except (OSError, RefusedFolderError) as error:
+            self.unusable = self._told(f"compiled steps are not kept for later processes: {error}")
+
+    def store(self, notes: list[str]) -> None:
+        """Write an entry, unless there is one, or a reason not to.
+
+        What the file system refuses is warned of, or, where nobody asked for a cache, added to the report's ``notes``.
+        """
         if self.folder is None or not self._is_kept or not self._data or self.warm is not None:
             return
         files = {f"{name}.json": as_bytes(data) for name, data in self._data.items()}
@@ -249,7 +265,14 @@ class Lookup:
         try:
             self.folder.write(f"{self.key}-{self.number}-{_rank()}", files)
         except OSError as error:
-            warn_user(f"a compiled step cannot be kept for later processes: {error}. Training goes on")
+            text = f"a compiled step cannot be kept for later processes: {error}. Training goes on"
+            notes += filter(None, [self._told(text)])
+
+    def _told(self, problem: str) -> str:
+        """The text for the report, where nobody is warned."""
+        if self.warns:
+            warn_user(problem)
+        return "" if self.warns else problem
 
     def verify(self, captured: Captured, local: Program, program: Program) -> None:
         """Raise ``SpmdError``, with the line, if the entry that was found is not what was compiled now.
@@ -306,7 +329,7 @@ def look_up(
     )
     lookup.is_on = setting.folder is not None and simulated() is None
     if setting.folder is not None and lookup.is_on and not excluded:
-        lookup.folder, lookup.verifies = _opened(setting.folder), setting.verifies
+        lookup.open(setting)
     if not lookup.why and (lookup.folder is not None or shares):
         _describe(lookup, name, options, shares)
     if lookup.folder is not None and not lookup.why:
@@ -325,14 +348,6 @@ def _has_library_modules(call: Call) -> bool:
     classes = {type(module) for _, module in submodules_of(call.given.modules)}
     own = {sys.modules.get(each.__module__) for each in classes if not is_foreign_module(each.__module__)}
     return any(is_library_file(str(getattr(module, "__file__", ""))) for module in own)
-
-
-def _opened(folder: Path) -> Folder | None:
-    try:
-        return Folder.open(folder)
-    except (OSError, RefusedFolderError) as error:
-        warn_user(f"compiled steps are not kept for later processes: {error}")
-        return None
 
 
 def _describe(lookup: Lookup, name: str, options: Options, shares: bool) -> None:

@@ -34,7 +34,7 @@ class Folder:
     """The folder at ``path``, of at most ``limit`` bytes."""
 
     path: Path
-    limit: int = 2 << 30
+    limit: int = 5_000_000_000
 
     @classmethod
     def open(cls, path: Path) -> Folder:

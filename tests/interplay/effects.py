@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ from torch import fx
 import passes
 import spmd
 from passes import fit_memory
+from passes.schedule import recompute_levels
 from spmd import capture_call, options
 from spmd.cache import compile_cache
 
@@ -40,23 +41,38 @@ def each_rank_traces() -> Iterator[None]:
 def tight_budgets() -> Iterator[None]:
     """Each program has a budget that is less than it takes, or the least that it asks for.
 
-    Budgets are of what programs compute: the graphs of a tiny model take 200 times as much.
+    Budgets are of what programs compute: the graphs of a tiny model take 200 times as much. Each level of recomputation
+    drops a sixth of the peak, and the three budgets of a program have one search, so that passes run on few candidates.
     """
-    fit = options.fit
+    fit, search = options.fit, fit_memory._Search
 
     def fit_tightly(program: Any, pipeline: Any, budget: int, *given: Any) -> Any:
-        plain = fit(program, pipeline, budget, *given)
-        try:
-            return fit(program, pipeline, int(0.9 * plain.peak), *given)
-        except passes.MemoryBudgetError as error:
-            size, unit = re.findall(r"([\d.]+) (KB|MB)", str(error))[0]
-            return fit(program, pipeline, round(float(size) * {"KB": 1e3, "MB": 1e6}[unit]), *given)
+        with mock.patch.object(fit_memory, "_Search", _once(search)):
+            plain = fit(program, pipeline, budget, *given)
+            try:
+                return fit(program, pipeline, int(0.9 * plain.peak), *given)
+            except passes.MemoryBudgetError as error:
+                size, unit = re.findall(r"([\d.]+) (KB|MB)", str(error))[0]
+                return fit(program, pipeline, round(float(size) * {"KB": 1e3, "MB": 1e6}[unit]), *given)
 
     with (
         mock.patch.multiple(fit_memory, _NODE_BYTES=0, _COMPILING=0),
+        mock.patch.object(recompute_levels, "_PARTS", 6),
         mock.patch.object(options, "fit", fit_tightly),
     ):
         yield
+
+
+def _once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The same result for each call, made by the first one."""
+    made = list[Any]()
+
+    def once(*given: Any) -> Any:
+        if not made:
+            made.append(make(*given))
+        return made[0]
+
+    return once
 
 
 def missing(values: Mapping[str, str], step: spmd.CompiledStep[..., Any], traces: int, is_warm: bool) -> list[str]:
