@@ -251,7 +251,7 @@ class Lookup:
         try:
             self.folder = Folder.open(setting.folder)
         except (OSError, RefusedFolderError) as error:
-            self.unusable = self._told(f"compiled steps are not kept for later processes: {error}")
+            self.unusable = self._as_note(f"compiled steps are not kept for later processes: {error}")
 
     def store(self, notes: list[str]) -> None:
         """Write an entry, unless there is one, or a reason not to.
@@ -266,9 +266,9 @@ class Lookup:
             self.folder.write(f"{self.key}-{self.number}-{_rank()}", files)
         except OSError as error:
             text = f"a compiled step cannot be kept for later processes: {error}. Training goes on"
-            notes += filter(None, [self._told(text)])
+            notes += filter(None, [self._as_note(text)])
 
-    def _told(self, problem: str) -> str:
+    def _as_note(self, problem: str) -> str:
         """The text for the report, where nobody is warned."""
         if self.warns:
             warn_user(problem)
