@@ -71,7 +71,7 @@ class NextCapture:
             "its experts had more rows than it had room for": self._room.outgrown,
             "its schedule follows what was measured": last is not None and bool(last.left),
             "it has logs among its arguments": self._reader.logs,
-            "the programs so far write to Python state": self.carried(call),
+            "the programs so far write to Python state": self.carried(call).now(),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -14,15 +14,18 @@ from ..capture.captured import Captured, FromOutput, NewState
 from ..capture.hyper_conditions import HyperGuards
 from ..python_state.effects.carried import Carried
 from ..python_state.effects.writes import GroupEntry, Write
-from ..python_state.reads import Reads
+from ..python_state.reads import Reads, ReadSite
 from .conditions import condition_from_data, condition_to_data
 from .not_cached import NotCachedError
 from .program_data import scalar_from_data, scalar_to_data
 from .read_data import StoredReads, sites_of
 
 
-def captured_to_data(captured: Captured, constants: list[Any]) -> dict[str, Any]:
-    """``captured`` as JSON, with its constants as data. Raises ``NotCachedError`` for what refers to other objects."""
+def captured_to_data(captured: Captured, constants: list[Any], places: Mapping[Any, int]) -> dict[str, Any]:
+    """``captured`` as JSON, with its constants as data. Raises ``NotCachedError`` for what refers to other objects.
+
+    ``places``: the numbers of the sites that its trace read, by address.
+    """
     if captured.guards.branches:
         raise NotCachedError("the step branches on the value of state")
     if captured.returns_loss:
@@ -46,7 +49,7 @@ def captured_to_data(captured: Captured, constants: list[Any]) -> dict[str, Any]
         "requires grad": captured.requires_grad,
         "leaves": carried.leaves,
         "unread": carried.unread,
-        "writes": list(map(_write, captured.writes)),
+        "writes": [_write(each, places) for each in captured.writes],
         "live": captured.live,
         "fixed": [[name, scalar_to_data(value)] for name, value in captured.fixed.items()],
         "cleared first": sorted(captured.cleared_first),
@@ -74,7 +77,7 @@ def captured_from_data(data: Mapping[str, Any], program: Program, reads: StoredR
         cleared_gradients=list(data["cleared gradients"]),
         requires_grad={str(name): bool(value) for name, value in data["requires grad"].items()},
         carried=Carried(leaves=tuple(data["leaves"]), unread=tuple(data["unread"])),
-        writes=list(map(_read_write, data["writes"])),
+        writes=[_read_write(each, [*reads.sites.values()]) for each in data["writes"]],
         live=data["live"],
         fixed={name: scalar_from_data(value) for name, value in data["fixed"]},
         cleared_first=frozenset(data["cleared first"]),
@@ -131,16 +134,27 @@ def _read_structure(data: Any) -> Any:
     return (tuple if kind == "t" else list)(map(_read_structure, of))
 
 
-def _write(write: Any) -> Any:
-    if not isinstance(write, Write) or not isinstance(write.target, GroupEntry):
+def _write(write: Any, places: Mapping[Any, int]) -> Any:
+    """A write to an entry of a group; or of flags and texts, which each call writes again, to a site that was read."""
+    if not isinstance(write, Write):
         raise NotCachedError(f"the step writes to {write.name}")
-    target = [write.target.path, write.target.index, write.target.key]
+    if isinstance(write.target, GroupEntry):
+        target: Any = [write.target.path, write.target.index, write.target.key]
+    elif isinstance(write.target, ReadSite) and write.target.address in places and _is_flag(write):
+        target = places[write.target.address]
+    else:
+        raise NotCachedError(f"the step writes to {write.name}")
     return [target, list(map(_leaf, write.leaves)), _spec(write.spec), write.in_place, write.had_graph]
 
 
-def _read_write(data: Sequence[Any]) -> Write:
-    target, leaves, spec, in_place, had_graph = data
-    return Write(GroupEntry(*target), list(map(_read_leaf, leaves)), _read_spec(spec), in_place, had_graph)
+def _is_flag(write: Write) -> bool:
+    return not write.in_place and all(type(leaf) in (bool, str, type(None)) for leaf in write.leaves)
+
+
+def _read_write(data: Sequence[Any], sites: Sequence[ReadSite]) -> Write:
+    place, leaves, spec, in_place, had_graph = data
+    target = sites[place] if isinstance(place, int) else GroupEntry(*place)
+    return Write(target, list(map(_read_leaf, leaves)), _read_spec(spec), in_place, had_graph)
 
 
 def constant_to_data(tensor: torch.Tensor, reads: Reads) -> Any:

@@ -40,10 +40,11 @@ from .captured_data import captured_from_data, captured_to_data, constant_to_dat
 from .described import Describer, digest_of
 from .folder import Folder, RefusedFolderError
 from .kernel_data import kernels_from_files, kernels_to_files, surroundings_of_kernels
+from .library_code import is_of_library
 from .not_cached import NotCachedError
 from .packed import as_bytes, packed, unpacked
 from .program_data import printed, program_from_data, program_to_data
-from .read_data import StoredReads, bind_reads, reads_to_data
+from .read_data import StoredReads, bind_reads, reads_to_data, sites_of
 from .surroundings import functions, same_functions, surroundings
 
 _TRIED = 32  # entries of one key that a call is compared with
@@ -150,12 +151,14 @@ class Lookup:
         trace = self._trace(captured, reads) if isinstance(reads, Reads) else any_size.trace if any_size else {}
         if "context" not in trace:  # guards of this process do not look at all that a key has
             raise NotCachedError(trace.get("why") or "the trace that serves its sizes was not kept")
+        if self.call.library_hooks:
+            raise NotCachedError("the first forward of its modules puts hooks on them, which no entry does")
         if trace["context"] != self._context:
             raise NotCachedError("torch's switches changed since the trace that serves its sizes")
         if any_size is not None:
             any_size.trace.update(trace)
         data = {name: trace[name] for name in ("reads", "functions", "flags")}
-        data |= {"capture": captured_to_data(captured, trace["constants"]), "values": self._values(captured)}
+        data |= {"capture": captured_to_data(captured, trace["constants"], trace["places"]), "values": self._values(captured)}
         self._data = {**data, "captured": program_to_data(captured.program)}
 
     def _trace(self, captured: Captured, reads: Reads) -> dict[str, Any]:
@@ -164,7 +167,8 @@ class Lookup:
         flags, constants = _changed_flags(self._flags, _flags_of(self.call)), captured.constants
         constants_as_data = [constant_to_data(each, reads) for each in constants]
         found = {"reads": data, "functions": self.functions, "flags": flags, "constants": constants_as_data}
-        return {**found, "context": self._context}
+        places = {site.address: number for number, site in enumerate(sites_of(reads))}
+        return {**found, "places": places, "context": self._context}
 
     def _values(self, captured: Captured) -> list[Any]:
         live = {*captured.carried.leaves, *captured.carried.unread}
@@ -341,12 +345,13 @@ def look_up(
 
 
 def _has_library_modules(call: Call) -> bool:
-    """Whether modules are of an installed library but torch.
+    """Whether modules are of an installed library but torch, and of none whose code entries take.
 
     Most of these read what no data holds, which the first rank would find out by a trace, while the others wait.
     """
     classes = {type(module) for _, module in submodules_of(call.given.modules)}
-    own = {sys.modules.get(each.__module__) for each in classes if not is_foreign_module(each.__module__)}
+    others = [each.__module__ for each in classes if not is_foreign_module(each.__module__)]
+    own = {sys.modules.get(name) for name in others if not is_of_library(name)}
     return any(is_library_file(str(getattr(module, "__file__", ""))) for module in own)
 
 

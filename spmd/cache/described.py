@@ -35,6 +35,7 @@ from .._torch import OpOverload, OpOverloadPacket, has_registered_classes
 from ..interpreter.foreign_code import is_foreign_code, is_foreign_file, is_foreign_module
 from ..python_state.reads import CONTAINERS, MISSING
 from .code_digests import code_digest
+from .library_code import is_of_library
 from .not_cached import NotCachedError
 
 PURE = frozenset(
@@ -87,6 +88,7 @@ _NOT_OF_CODE = {
     "__annotations__",
     "__annotate__",
     "__abstractmethods__",
+    "__slotnames__",  # which the first copy of an object leaves there
 }
 CALLABLES = {
     property: ("fget", "fset", "fdel"),
@@ -134,7 +136,7 @@ class Describer:
             return self.of_class(value)
         if isinstance(value, types.FunctionType):
             return self.of_function(value)
-        if type(value) is _CACHED and value.cache_info().currsize:
+        if type(value) is _CACHED and value.cache_info().currsize and not is_of_library(value.__module__):
             raise NotCachedError(f"{value.__qualname__} has cached values")
         if type(value) in CALLABLES:
             parts = [self.of(getattr(value, key), within) for key in CALLABLES[type(value)]]
@@ -232,7 +234,7 @@ class Describer:
                 raise NotCachedError(f"the step uses {name}, whose code and globals have neither a file nor a module")
             module = str(function.__globals__.get("__name__", "builtins"))
             check_module(f"{module}.{function.__name__}", name)
-        describe = self.of if id(code) in self.ran else self._if_possible
+        describe = self.of if id(code) in self.ran else self.if_possible
         cells = [self._cell(cell, describe) for cell in function.__closure__ or ()]
         held = [getattr(function, "__wrapped__", None), function.__name__, function.__doc__, _annotations(function)]
         notes = (
@@ -240,7 +242,7 @@ class Describer:
         )  # torch marks its own late
         return [
             *("function", name, code_digest(code), describe(function.__defaults__), describe(function.__kwdefaults__)),
-            *(cells, digest_of([*map(self._if_possible, held), notes])),
+            *(cells, digest_of([*map(self.if_possible, held), notes])),
         ]
 
     def _cell(self, cell: types.CellType, describe: Callable[[Any], Any]) -> Any:
@@ -254,7 +256,8 @@ class Describer:
             raise NotCachedError(f"a method of the step's reads a {type(value).__name__} in its closure")
         return description
 
-    def _if_possible(self, value: Any) -> Any:
+    def if_possible(self, value: Any) -> Any:
+        """The description of ``value``, or its type alone."""
         try:
             return self.of(value)
         except NotCachedError:
@@ -271,10 +274,10 @@ class Describer:
             self._classes[id(cls)] = cls, ["class", name]  # for one that reaches itself
             if has_registered_classes(cls):
                 raise NotCachedError(f"classes are registered with {cls.__qualname__}")
-            bases = [self._if_possible(base) for base in (*cls.__bases__, type(cls))]
+            bases = [self.if_possible(base) for base in (*cls.__bases__, type(cls))]
             entries = [[key, self._entry(value)] for key, value in vars(cls).items() if key not in _NOT_OF_CODE]
-            texts = [cls.__name__, repr(cls.__doc__), repr(sorted(vars(cls)))]
-            unnamed = [self._if_possible(each) for each in _read_by_python(cls)]
+            texts = [cls.__name__, repr(cls.__doc__), repr(sorted({*vars(cls)} - {"__slotnames__"}))]
+            unnamed = [self.if_possible(each) for each in _read_by_python(cls)]
             self._classes[id(cls)] = cls, ["class", name, digest_of([bases, entries, texts, unnamed])]
         return self._classes[id(cls)][1]
 
@@ -282,9 +285,9 @@ class Describer:
         """An entry of a class: code and plain values; guards compare others where the step reads them."""
         is_code = isinstance(value, (types.FunctionType, type)) or type(value) in CALLABLES
         if is_code and self.ran:
-            return self.of(value) if _ran_in(value, self.ran) else self._if_possible(value)
+            return self.of(value) if _ran_in(value, self.ran) else self.if_possible(value)
         is_described = is_code or type(value) in (*_WHOLE, *CONTAINERS)
-        return self._if_possible(value) if is_described else ["a", type(value).__qualname__]
+        return self.if_possible(value) if is_described else ["a", type(value).__qualname__]
 
 
 def check_module(module: str, shown: str) -> str:

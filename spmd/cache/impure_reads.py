@@ -17,6 +17,7 @@ from ..call.state import SCHEDULER_NOTES
 from ..interpreter.foreign_code import is_foreign_module
 from ..python_state.reads import MISSING, Reads, global_chains
 from .described import UNSAFE, check_module
+from .library_code import is_of_library
 from .not_cached import NotCachedError
 
 _UNWATCHED = frozenset(  # attributes by which code reads past what watches it
@@ -28,9 +29,17 @@ _READS_ATTRIBUTES = re.compile(r"\{\w*[.\[]")  # of what is formatted
 
 
 def globals_of(reads: Reads) -> Iterator[tuple[dict[str, Any], str]]:
-    """(namespace, name) of each global that code of the step names. Raises ``NotCachedError`` for what reads more."""
+    """(namespace, name) of each global that code of the step names. Raises ``NotCachedError`` for what reads more.
+
+    That of libraries may read more (``library_code.py``).
+    """
     seen = set[tuple[int, str]]()
     for code, namespace in zip(reads.code, reads.namespaces, strict=True):
+        if is_of_library(namespace.get("__name__")):
+            named = {(id(namespace), chain[0]): (namespace, chain[0]) for chain in global_chains(code)}
+            yield from (each for key, each in named.items() if key not in seen)
+            seen |= {*named}
+            continue
         texts = [each for each in code.co_consts if isinstance(each, str)]
         if unwatched := _UNWATCHED.intersection((*code.co_names, *texts)):
             raise NotCachedError(f"the step's code names {min(unwatched)}, by which it reads what is not watched")

@@ -144,8 +144,13 @@ class Search:
             yield ["vars"], vars(value)
 
     def _read(self, namespace: dict[str, Any]) -> list[Any]:
-        """The keys of a namespace that were read, with those that lead to submodules and hooks."""
-        return [*self.keys[id(namespace)], *(key for key in (CHILDREN, *sorted(HOOK_DICTS)) if key in namespace)]
+        """The keys of a namespace that were read, with those that lead to submodules, hooks, and containers read from.
+
+        To copy an object reads its containers, and no attribute by name.
+        """
+        known = [key for key in (CHILDREN, *sorted(HOOK_DICTS)) if key in namespace]
+        holding = [key for key, each in namespace.items() if id(each) in self.reads.containers]
+        return [*dict.fromkeys([*self.keys[id(namespace)], *known, *holding])]
 
     def _of_cell(self, cell: types.CellType) -> Iterator[tuple[list[Any], Any]]:
         if self.keys[id(cell)]:

@@ -7,8 +7,10 @@ description, objects are shared as they were, and the code that ran is what woul
 from __future__ import annotations
 
 import builtins
+import gc
 import hashlib
 import json
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from ..python_state.reads import CONTAINERS, MISSING, ContainerSnapshot, Reads, 
 from .code_digests import nested_codes
 from .described import CALLABLES, Describer, digest_of
 from .impure_reads import globals_of
+from .library_code import is_of_library, variables_named
 from .not_cached import NotCachedError
 from .paths import Path, Search, follow, values_of
 
@@ -85,6 +88,9 @@ def reads_to_data(
     cells = {id(site.holder) for site in sites if site.kind == "cell"}
     describer = Describer(names, {id(code) for code in reads.code}, cells)
     found, placed = Search(function, leaves, reads).run(), Placed()
+    without = [each for each in containers if id(each.value) not in found]
+    if without and not _holders(without):  # objects had them that the step made itself
+        containers = [each for each in containers if id(each.value) in found]
     for holder, name in [
         *((site.holder, site.name) for site in sites),
         *((each.value, each.name) for each in containers),
@@ -102,10 +108,19 @@ def reads_to_data(
         "modules": [_module(name, describer) for name in sorted({_module_of(space) for space in reads.namespaces})],
         "names in code": sorted(reads.names_in_code()),
     }
+    data["variables"] = variables_named([*reads.code, *describer.codes.values()])
     _check_code(reads, describer)
-    if reads.contents:
-        raise NotCachedError(f"the step reads {reads.contents[0].name}, and no entry holds what is in it")
+    if contents := [each for each in reads.contents if not each.is_of_environment]:  # only libraries may have read it
+        raise NotCachedError(f"the step reads {contents[0].name}, and no entry holds what is in it")
     return data, placed
+
+
+def _holders(containers: Sequence[ContainerSnapshot]) -> list[Any]:
+    """All that has one of the containers, but for what a trace notes of them, also by their ids."""
+    notes = {id(each) for one in containers for each in (one, vars(one))}
+    held = [each.value for each in containers]
+    found = [each for each in gc.get_referrers(*held) if id(each) not in notes and each is not held]
+    return [each for each in found if type(each) is not dict or all(each.get(id(value)) is not value for value in held)]
 
 
 def bind_reads(
@@ -132,6 +147,8 @@ def bind_reads(
         reads.containers[id(value)] = snapshot
     for name, key, description in data["globals"]:
         _compare(f"the global {key} of {name}", description, _global(vars(sys.modules[name]), key, describer))
+    for variable, value in data["variables"]:
+        _compare(f"the variable {variable} of the environment", value, os.environ.get(variable))
     for module in data["modules"]:
         _compare(f"the code of {module[0]}", module, _module(module[0], describer))
     return reads, placed
@@ -167,7 +184,7 @@ def _site(site: ReadSite, placed: Placed, describer: Describer) -> list[Any]:
         site.key,
         site.name,
         site.owned,
-        _described(site.name, value, describer),
+        _described(site.name, value, describer, placed.paths[number]),
         placed.shared(value),
     ]
 
@@ -175,10 +192,15 @@ def _site(site: ReadSite, placed: Placed, describer: Describer) -> list[Any]:
 def _global(namespace: dict[str, Any], key: str, describer: Describer) -> Any:
     if key not in namespace and key in vars(builtins):
         return ["of Python", digest_of(repr(type(vars(builtins)[key]))), key]  # the surroundings have all of them
-    return describer.of(namespace.get(key, MISSING))
+    describe = describer.if_possible if is_of_library(namespace.get("__name__")) else describer.of
+    return describe(namespace.get(key, MISSING))
 
 
-def _described(name: str, value: Any, describer: Describer) -> Any:
+def _described(name: str, value: Any, describer: Describer, path: Path) -> Any:
+    """The description of what lies at a path; of what a module of a library holds, as far as that is possible."""
+    (kind, root), *_ = path
+    if kind == "module" and is_of_library(root):
+        return describer.if_possible(value)
     try:
         return describer.of(value)
     except NotCachedError as error:
@@ -188,7 +210,7 @@ def _described(name: str, value: Any, describer: Describer) -> Any:
 def _container(each: ContainerSnapshot, placed: Placed, describer: Describer) -> list[Any]:
     number = placed.numbers[id(each.value)]
     value = values_of(placed.paths[number][-1][-1], each.value)
-    return [number, each.name, each.owned, _described(each.name, value, describer), placed.shared(value)]
+    return [number, each.name, each.owned, _described(each.name, value, describer, placed.paths[number]), placed.shared(value)]
 
 
 def _module_of(namespace: dict[str, Any]) -> str:
@@ -221,7 +243,8 @@ def _definitions(module: types.ModuleType, describer: Describer) -> Iterator[tup
 
 def _check_code(reads: Reads, describer: Describer) -> None:
     """Raise ``NotCachedError`` if code ran that belongs to nothing described: other code might run elsewhere."""
-    ran = {id(code): code for code in reads.code}
+    pairs = zip(reads.code, reads.namespaces, strict=True)
+    ran = {id(code): code for code, space in pairs if not is_of_library(space.get("__name__"))}
     made = {id(each) for code in ran.values() for each in nested_codes(code)}
     described = {id(each) for code in describer.codes.values() for each in (code, *nested_codes(code))}
     for key, code in ran.items():

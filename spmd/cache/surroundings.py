@@ -19,6 +19,7 @@ import passes
 
 from ..interpreter.foreign_code import is_foreign_code, is_foreign_module
 from .code_digests import code_digest
+from .library_code import LIBRARIES
 
 _VARIABLES = ("TORCH", "PYTORCH", "ATEN_", "SPMD_", "CUDA", "CUBLAS", "MKL", "OMP_", "KMP_", "DNNL", "ONEDNN", "NCCL")
 _NOT_READ = (
@@ -52,7 +53,7 @@ def surroundings() -> dict[str, Any]:
         "python": [sys.version, platform.machine(), sys.byteorder, list(map(repr, sys.flags))],
         "torch": [torch.__version__, str(torch.version.git_version), str(torch.version.cuda)],
         "spmd": _source_digest(),
-        "libraries": [(name, _version(name)) for name in ("numpy", "sympy", "mpmath")],
+        "libraries": [(name, _version(name)) for name in ("numpy", "sympy", "mpmath", *LIBRARIES)],
         "processor": [
             torch.backends.cpu.get_cpu_capability(),
             torch.get_num_threads(),

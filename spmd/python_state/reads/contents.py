@@ -31,12 +31,13 @@ class Contents:
     read: Callable[[], Values]
     before: Values
     at: range
+    is_of_environment: bool = False
 
     @classmethod
     def of(cls, value: Any, name: str) -> Contents | None:
         """The contents of ``value``; None if it is no such object."""
         read = _reader(value)
-        return None if read is None else cls(name, read, read(), _addresses(value))
+        return None if read is None else cls(name, read, read(), _addresses(value), value is os.environ)
 
     @classmethod
     def of_results(cls, function: Any, name: str) -> Contents:

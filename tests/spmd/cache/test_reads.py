@@ -49,8 +49,25 @@ class Config:
         self.gain = gain
 """
 
+COPIED = f"""
+import copy
+{CONFIG}
+
+def prepare(net):
+    net.config = Config(1.0)
+    net.config.names = {{0: "a"}}
+
+def read(net):
+    config = copy.HOW(net.config)
+    return config.gain * len(config.names)
+"""
+
 # What the step's file defines, and a statement that changes what ``read`` gives.
 COMPARED = {
+    "a copy": (COPIED.replace("HOW", "copy"), "net.config.gain = 2.0"),
+    "a copy that has a dict in common": (COPIED.replace("HOW", "copy"), "net.config.names[1] = 'b'"),
+    "a deep copy": (COPIED.replace("HOW", "deepcopy"), "net.config.gain = 2.0"),
+    "a dict of a deep copy": (COPIED.replace("HOW", "deepcopy"), "net.config.names[1] = 'b'"),
     "one object under two names, then two": (
         CONFIG
         + """
@@ -359,3 +376,39 @@ def test_hooks_on_saved_tensors_are_not_there_in_an_entry(folder: Path) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x * 2, lambda x: x):
         step(net, torch.ones(4, 3))
     assert "hooks on saved tensors" in "".join(step.report().notes)
+
+
+FLAGS = """
+def prepare(net):
+    net.is_ready, net.kind, net.gain = False, None, 2.0
+
+def read(net):
+    if net.kind is None:
+        net.kind = "regression"
+    if not net.is_ready:
+        net.is_ready = True
+        return 3.0
+    return net.gain
+"""
+
+
+@pytest.mark.usefixtures("alone")
+def test_flags_and_texts_that_a_step_writes_are_written_by_a_warm_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between calls one is set back, so that its program runs again."""
+    seen = []
+    for _ in range(2):
+        module, net = start(folder, FLAGS)
+        torch.manual_seed(0)
+        torch.nn.init.ones_(net.linear.weight)
+        step = spmd.compile(module.step, cache=folder / "cache")
+        seen.append([])
+        for call in range(4):
+            if call == 2:
+                net.is_ready = False
+            loss = step(net, torch.ones(4, 3)).item()
+            seen[-1].append((loss, net.is_ready, net.kind, net.linear.weight.grad.tolist()))
+        monkeypatch.setattr(capture_call, "capture", refuse)
+    assert seen[0] == seen[1] and [kind for _, _, kind, _ in seen[0]] == ["regression"] * 4
+    assert seen[0][0][0] != seen[0][1][0]
