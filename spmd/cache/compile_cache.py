@@ -158,7 +158,10 @@ class Lookup:
         if any_size is not None:
             any_size.trace.update(trace)
         data = {name: trace[name] for name in ("reads", "functions", "flags")}
-        data |= {"capture": captured_to_data(captured, trace["constants"], trace["places"]), "values": self._values(captured)}
+        data |= {
+            "capture": captured_to_data(captured, trace["constants"], trace["places"]),
+            "values": self._values(captured),
+        }
         self._data = {**data, "captured": program_to_data(captured.program)}
 
     def _trace(self, captured: Captured, reads: Reads) -> dict[str, Any]:

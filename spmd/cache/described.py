@@ -263,6 +263,16 @@ class Describer:
         except NotCachedError:
             return ["a", f"{type(value).__module__}.{type(value).__qualname__}"]
 
+    def in_parts(self, value: Any, within: tuple[int, ...] = ()) -> Any:
+        """The description of ``value``; where that is impossible, those of its entries, as far as they are possible."""
+        found = self.if_possible(value)
+        if found[0] != "a" or not isinstance(value, CONTAINERS) or id(value) in within:
+            return found
+        within = (*within, id(value))
+        values = [*value, *value.values()] if isinstance(value, dict) else [*value]
+        parts = [self.in_parts(each, within) for each in values]
+        return [*found, sorted(parts, key=json.dumps) if isinstance(value, (set, frozenset)) else parts]
+
     def of_class(self, cls: type) -> list[str]:
         """The name of a class, and of one of the user's a digest of all that it and its bases define."""
         name = f"{cls.__module__}.{cls.__qualname__}"

@@ -33,7 +33,8 @@ def variables_named(code: Iterable[types.CodeType]) -> list[list[Any]]:
     None for one that is not set. Of a file all names count: what its functions keep in caches, or made of a variable
     when they were imported, was read by no code that ran.
     """
-    roots = tuple(f"{Path(str(sys.modules[root].__file__)).parent}{os.sep}" for root in LIBRARIES if is_of_library(root))
-    files = {each.co_filename for each in code if each.co_filename.startswith(roots)}
+    roots = [str(sys.modules[root].__file__) for root in LIBRARIES if is_of_library(root)]
+    folders = tuple(f"{Path(file).parent}{os.sep}" for file in roots)
+    files = {each.co_filename for each in code if each.co_filename.startswith(folders)}
     names = {name for file in files for name in _VARIABLE.findall(Path(file).read_text(encoding="utf-8"))}
     return [[name, os.environ.get(name)] for name in sorted(names)]

@@ -184,7 +184,7 @@ def _site(site: ReadSite, placed: Placed, describer: Describer) -> list[Any]:
         site.key,
         site.name,
         site.owned,
-        _described(site.name, value, describer, placed.paths[number]),
+        _described(site.name, value, describer, placed.paths[number][0]),
         placed.shared(value),
     ]
 
@@ -192,15 +192,15 @@ def _site(site: ReadSite, placed: Placed, describer: Describer) -> list[Any]:
 def _global(namespace: dict[str, Any], key: str, describer: Describer) -> Any:
     if key not in namespace and key in vars(builtins):
         return ["of Python", digest_of(repr(type(vars(builtins)[key]))), key]  # the surroundings have all of them
-    describe = describer.if_possible if is_of_library(namespace.get("__name__")) else describer.of
+    describe = describer.in_parts if is_of_library(namespace.get("__name__")) else describer.of
     return describe(namespace.get(key, MISSING))
 
 
-def _described(name: str, value: Any, describer: Describer, path: Path) -> Any:
-    """The description of what lies at a path; of what a module of a library holds, as far as that is possible."""
-    (kind, root), *_ = path
-    if kind == "module" and is_of_library(root):
-        return describer.if_possible(value)
+def _described(name: str, value: Any, describer: Describer, root: list[Any]) -> Any:
+    """The description of what a path from ``root`` leads to; from a module of a library, as far as that is possible."""
+    kind, module = root
+    if kind == "module" and is_of_library(module):
+        return describer.in_parts(value)
     try:
         return describer.of(value)
     except NotCachedError as error:
@@ -210,7 +210,8 @@ def _described(name: str, value: Any, describer: Describer, path: Path) -> Any:
 def _container(each: ContainerSnapshot, placed: Placed, describer: Describer) -> list[Any]:
     number = placed.numbers[id(each.value)]
     value = values_of(placed.paths[number][-1][-1], each.value)
-    return [number, each.name, each.owned, _described(each.name, value, describer, placed.paths[number]), placed.shared(value)]
+    described = _described(each.name, value, describer, placed.paths[number][0])
+    return [number, each.name, each.owned, described, placed.shared(value)]
 
 
 def _module_of(namespace: dict[str, Any]) -> str:
