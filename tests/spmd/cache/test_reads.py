@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 
 import spmd
 from spmd import capture_call
+from spmd.cache.described import Describer
+from spmd.cache.not_cached import NotCachedError
 
 from .trainer import TracedError
 
@@ -412,3 +415,13 @@ def test_flags_and_texts_that_a_step_writes_are_written_by_a_warm_one(
         monkeypatch.setattr(capture_call, "capture", refuse)
     assert seen[0] == seen[1] and [kind for _, _, kind, _ in seen[0]] == ["regression"] * 4
     assert seen[0][0][0] != seen[0][1][0]
+
+
+def test_what_a_library_holds_is_compared_as_far_as_that_is_possible() -> None:
+    lock, describer = threading.Lock(), Describer({})
+    with pytest.raises(NotCachedError):
+        describer.of([1.0, lock])
+    held = {"scale": 1.0, "all": {lock, 2.0}}
+    assert describer.in_parts(held) == describer.in_parts({"scale": 1.0, "all": {2.0, threading.Lock()}})
+    for other in ({"scale": 2.0, "all": {lock, 2.0}}, {"scale": 1.0, "all": {lock, 3.0}}, {"scale": 1.0}):
+        assert describer.in_parts(held) != describer.in_parts(other)
