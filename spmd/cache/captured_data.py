@@ -24,15 +24,16 @@ from .read_data import StoredReads, sites_of
 def captured_to_data(captured: Captured, constants: list[Any], places: Mapping[Any, int]) -> dict[str, Any]:
     """``captured`` as JSON, with its constants as data. Raises ``NotCachedError`` for what refers to other objects.
 
-    ``places``: the numbers of the sites that its trace read, by address.
+    ``places``: the numbers of the sites that its trace read, by address; those of inputs count down from -1.
     """
     if captured.guards.branches:
         raise NotCachedError("the step branches on the value of state")
     if captured.returns_loss:
         raise NotCachedError("it returns a loss that it does not train, which each process is warned of")
     carried = captured.carried
-    if kept := [*(site.name for site in (*carried.numbers, *carried.sites)), *(key for *_, key in carried.counters)]:
+    if kept := [*(site.name for site in carried.sites), *(key for *_, key in carried.counters)]:
         raise NotCachedError(f"the step keeps {kept[0]} from call to call")
+    places = {**places, **{site.address: -1 - number for number, site in enumerate(carried.numbers)}}
     checks = zip(captured.guards.positions, captured.guards.expressions, strict=True)
     return {
         "conditions": [[positions, condition_to_data(*expression)] for positions, expression in checks],
@@ -76,8 +77,8 @@ def captured_from_data(data: Mapping[str, Any], program: Program, reads: StoredR
         ],
         cleared_gradients=list(data["cleared gradients"]),
         requires_grad={str(name): bool(value) for name, value in data["requires grad"].items()},
-        carried=Carried(leaves=tuple(data["leaves"]), unread=tuple(data["unread"])),
-        writes=[_read_write(each, [*reads.sites.values()]) for each in data["writes"]],
+        carried=Carried(tuple(reads.kept), leaves=tuple(data["leaves"]), unread=tuple(data["unread"])),
+        writes=[_read_write(each, reads) for each in data["writes"]],
         live=data["live"],
         fixed={name: scalar_from_data(value) for name, value in data["fixed"]},
         cleared_first=frozenset(data["cleared first"]),
@@ -135,25 +136,29 @@ def _read_structure(data: Any) -> Any:
 
 
 def _write(write: Any, places: Mapping[Any, int]) -> Any:
-    """A write to an entry of a group; or of flags and texts, which each call writes again, to a site that was read."""
+    """A write to an entry of a group, or to an input; or of flags and texts to a site that was read."""
     if not isinstance(write, Write):
         raise NotCachedError(f"the step writes to {write.name}")
     if isinstance(write.target, GroupEntry):
         target: Any = [write.target.path, write.target.index, write.target.key]
-    elif isinstance(write.target, ReadSite) and write.target.address in places and _is_flag(write):
-        target = places[write.target.address]
     else:
-        raise NotCachedError(f"the step writes to {write.name}")
+        target = places.get(write.target.address) if isinstance(write.target, ReadSite) else None
+        if target is None or write.in_place or (target >= 0 and not all(map(_is_flag, write.leaves))):
+            raise NotCachedError(f"the step writes to {write.name}")
     return [target, list(map(_leaf, write.leaves)), _spec(write.spec), write.in_place, write.had_graph]
 
 
-def _is_flag(write: Write) -> bool:
-    return not write.in_place and all(type(leaf) in (bool, str, type(None)) for leaf in write.leaves)
+def _is_flag(leaf: Any) -> bool:
+    return type(leaf) in (bool, str, type(None))
 
 
-def _read_write(data: Sequence[Any], sites: Sequence[ReadSite]) -> Write:
+def _read_write(data: Sequence[Any], reads: StoredReads) -> Write:
     place, leaves, spec, in_place, had_graph = data
-    target = sites[place] if isinstance(place, int) else GroupEntry(*place)
+    target: ReadSite | GroupEntry
+    if isinstance(place, int):
+        target = [*reads.sites.values()][place] if place >= 0 else reads.kept[-1 - place]
+    else:
+        target = GroupEntry(*place)
     return Write(target, list(map(_read_leaf, leaves)), _read_spec(spec), in_place, had_graph)
 
 

@@ -166,7 +166,7 @@ class Lookup:
 
     def _trace(self, captured: Captured, reads: Reads) -> dict[str, Any]:
         """The part of an entry that is the same for all sizes."""
-        data, _ = reads_to_data(reads, self.function, self.call.given.leaves, self.names)
+        data, _ = reads_to_data(reads, self.function, self.call.given.leaves, self.names, captured.carried.numbers)
         flags, constants = _changed_flags(self._flags, _flags_of(self.call)), captured.constants
         constants_as_data = [constant_to_data(each, reads) for each in constants]
         found = {"reads": data, "functions": self.functions, "flags": flags, "constants": constants_as_data}
@@ -445,6 +445,7 @@ def _bind_capture(lookup: Lookup, data: Mapping[str, Any]) -> tuple[Captured, St
         raise NotCachedError("a number or text among the arguments is another one")
     numbers = [
         *(each.get() for each in call.hyper_parameters),
+        *(each.get() for each in captured.carried.numbers),
         *(each.get() for each in captured.carried.arguments(call.given)),
     ]
     if captured.carried.counters or not captured.guards.hold(numbers):

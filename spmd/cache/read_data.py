@@ -29,9 +29,10 @@ from .paths import Path, Search, follow, values_of
 
 @dataclass(eq=False)
 class StoredReads(Reads):
-    """The reads of an earlier trace, bound to the objects of this process."""
+    """The reads of an earlier trace, bound to the objects of this process; ``kept``: the sites of its inputs."""
 
     stored_names: frozenset[str] = frozenset()
+    kept: list[ReadSite] = field(default_factory=list)
 
     def names_in_code(self) -> set[str]:
         """The names in the code that ran then, which is the code that would run now."""
@@ -77,11 +78,15 @@ def _parts_of(value: Any) -> Sequence[Any]:
 
 
 def reads_to_data(
-    reads: Reads, function: Callable[..., Any], leaves: Sequence[Any], names: Mapping[int, str]
+    reads: Reads,
+    function: Callable[..., Any],
+    leaves: Sequence[Any],
+    names: Mapping[int, str],
+    kept: Sequence[ReadSite] = (),
 ) -> tuple[dict[str, Any], Placed]:
     """What a trace read, as JSON. Raises ``NotCachedError`` for what no other process can find or compare.
 
-    ``names``: of the call's state, modules and optimizers, by id.
+    ``names``: of the call's state, modules and optimizers, by id; ``kept``: the sites of numbers that are inputs.
     """
     _check_recorded(reads)
     sites, containers = sites_of(reads), [each for each in reads.containers.values() if each.content is not None]
@@ -94,6 +99,7 @@ def reads_to_data(
     for holder, name in [
         *((site.holder, site.name) for site in sites),
         *((each.value, each.name) for each in containers),
+        *((site.holder, site.name) for site in kept),
     ]:
         if id(holder) not in found:
             raise NotCachedError(f"no path from the step leads to {name}")
@@ -104,6 +110,7 @@ def reads_to_data(
         "sites": [_site(site, placed, describer) for site in sites],
         "constants": [k for k, site in enumerate(sites) if id(site.get()) in reads.constants],
         "containers": [_container(each, placed, describer) for each in containers],
+        "kept": [_kept(site, placed) for site in kept],
         "globals": [[_module_of(space), key, _global(space, key, describer)] for space, key in globals_of(reads)],
         "modules": [_module(name, describer) for name in sorted({_module_of(space) for space in reads.namespaces})],
         "names in code": sorted(reads.names_in_code()),
@@ -145,6 +152,10 @@ def bind_reads(
         snapshot = ContainerSnapshot(name, value, content_of(value), owned)
         _compare(name, [number, name, owned, *described], _container(snapshot, placed, describer))
         reads.containers[id(value)] = snapshot
+    for kind, number, key, name, owned, held in data["kept"]:
+        site = ReadSite(kind, placed.objects[number], key, name, owned)
+        _compare(name, held, type(site.get()).__name__)
+        reads.kept.append(site)
     for name, key, description in data["globals"]:
         _compare(f"the global {key} of {name}", description, _global(vars(sys.modules[name]), key, describer))
     for variable, value in data["variables"]:
@@ -187,6 +198,14 @@ def _site(site: ReadSite, placed: Placed, describer: Describer) -> list[Any]:
         _described(site.name, value, describer, placed.paths[number][0]),
         placed.shared(value),
     ]
+
+
+def _kept(site: ReadSite, placed: Placed) -> list[Any]:
+    """A site of which each call reads the number; of that the type counts."""
+    if type(site.key) not in (str, int):
+        raise NotCachedError(f"{site.name} is read by a key that is neither text nor an int")
+    held = type(site.get()).__name__
+    return [site.kind, placed.numbers[id(site.holder)], site.key, site.name, site.owned, held]
 
 
 def _global(namespace: dict[str, Any], key: str, describer: Describer) -> Any:

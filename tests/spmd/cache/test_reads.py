@@ -425,3 +425,44 @@ def test_what_a_library_holds_is_compared_as_far_as_that_is_possible() -> None:
     assert describer.in_parts(held) == describer.in_parts({"scale": 1.0, "all": {2.0, threading.Lock()}})
     for other in ({"scale": 2.0, "all": {lock, 2.0}}, {"scale": 1.0, "all": {lock, 3.0}}, {"scale": 1.0}):
         assert describer.in_parts(held) != describer.in_parts(other)
+
+
+COUNTED = """
+CALLS = 0
+
+def prepare(net):
+    net.mean, net.calls = 0.5, 1
+
+def read(net):
+    global CALLS
+    net.calls += 1
+    CALLS = CALLS + 2
+    net.mean = 0.9 * net.mean + 0.1 * net.linear.weight.sum().item()
+    return 1.0 + net.mean + 1.0 / net.calls + CALLS
+"""
+
+
+@pytest.mark.usefixtures("alone")
+def test_numbers_that_a_step_keeps_are_inputs_of_a_warm_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process begins with others."""
+    seen = []
+    for begins in (1, 5, 1):
+        module, net = start(folder, COUNTED)
+        torch.nn.init.ones_(net.linear.weight)
+        step = spmd.compile(module.step, cache=folder / "cache")
+        net.calls, seen = begins, [*seen, []]
+        for _ in range(3):
+            loss = step(net, torch.ones(4, 3)).item()
+            net.zero_grad()
+            seen[-1].append((loss, net.calls, net.mean, module.CALLS))
+        monkeypatch.setattr(capture_call, "capture", refuse)
+    assert seen[0] == seen[2] != seen[1]
+    assert [calls for _, calls, _, _ in seen[1]] == [6, 7, 8]
+    plain_module, plain = start(folder, COUNTED)
+    torch.nn.init.ones_(plain.linear.weight)
+    for loss, *kept in seen[0]:
+        assert plain_module.step(plain, torch.ones(4, 3)).item() == pytest.approx(loss, rel=1e-6)
+        assert [plain.calls, plain_module.CALLS] == [kept[0], kept[2]]
+    net.calls = 1.5
+    with pytest.raises(TracedError):
+        spmd.compile(module.step, cache=folder / "cache")(net, torch.ones(4, 3))
