@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -119,6 +120,17 @@ class Annotations:
     def axis_roles(self) -> Roles | None:
         """The roles of the axes of the mesh, which all split the batch; None if no annotation has a mesh."""
         return None if self.mesh is None else roles_by_position(axis_names(self.mesh), self.mesh.ndim)
+
+    def facts(self) -> list[Any]:
+        """What modules ask for, without the modules themselves, their mesh, and what the mode asks for."""
+        units = [
+            [each.annotation.api, each.paths, each.is_root, each.reshards, each.mp_policy, each.offload_policy]
+            for each in self.units
+        ]
+        marks = [
+            [name, mark.unit and mark.unit.paths, mark.ignored, repr(mark.shard)] for name, mark in self.marks.items()
+        ]
+        return [units, marks]
 
     def offload_policy(self, name: str, default: OffloadPolicy | None) -> OffloadPolicy | None:
         """The policy of a parameter; ``default`` if no annotation claims it, None if it is ignored."""

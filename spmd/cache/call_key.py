@@ -76,7 +76,7 @@ def facts_of_call(
         "numbers": [[each.name, type(each.get()).__name__] for each in call.hyper_parameters],
         "one tensor": firsts_of(given),
         "inputs": [[x.name, str(x.role), x.shape, str(x.dtype), repr(x.placement)] for x in call.inputs],
-        "annotations": _annotations(call, describer),
+        "annotations": _option(call.annotations.facts(), describer),
         "without gradient": sorted(call.without_gradient),
         "live": live,
         "settings": _settings(),
@@ -119,26 +119,6 @@ def _module(name: str, module: torch.nn.Module, describer: Describer) -> list[An
     noted = [*(number for key in sorted(HOOK_DICTS) for number in vars(module).get(key, ())), *own_buffers(module)]
     notes = [[each in vars(module).get(key, ()) for each in noted] for key in sorted(MODULE_NOTES)]
     return [name, describer.of_class(type(module)), vars(module).get("training"), held, notes]
-
-
-def _annotations(call: Call, describer: Describer) -> list[Any]:
-    """The units of a call, and what each parameter and buffer asks for; the mesh is a fact of its own."""
-    found = call.annotations
-    units = [
-        [
-            each.annotation.api,
-            each.paths,
-            each.is_root,
-            each.reshards,
-            _option((each.mp_policy, each.offload_policy), describer),
-        ]
-        for each in found.units
-    ]
-    marks = [
-        [name, mark.unit.paths if mark.unit else None, mark.ignored, repr(mark.shard)]
-        for name, mark in found.marks.items()
-    ]
-    return [units, marks, found.chosen, None if found.experts is None else sorted(found.experts)]
 
 
 def _optimizer(name: str, optimizer: torch.optim.Optimizer, describer: Describer) -> list[Any]:

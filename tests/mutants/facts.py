@@ -106,6 +106,10 @@ FACTS: dict[str, Fact] = {
     "numbers": Fact(Call(change=CHANGES["state of an optimizer"]), frozenset({"optimizers"})),
     "one tensor": Fact(Call(args=lambda: twice(rows(6))), of=Call(args=lambda: (rows(6), rows(6)))),
     "inputs": Fact(Call(args=lambda: (rows(5), rows(5))), frozenset({"leaves"}), Call(args=lambda: (rows(6), rows(6)))),
+    "annotations": Fact(
+        Call(change=lambda m, model, *_: spmd.fully_shard(model.first, reshard_after_forward=True)),
+        of=Call(change=lambda m, model, *_: spmd.fully_shard(model.first, reshard_after_forward=False)),
+    ),
     "without gradient": Fact(Call(change=clears_first)),
     "live": Fact(Call(kwargs=(("smoothing", 0),)), frozenset({"leaves"})),
     "settings": Fact(Call(change=CHANGES["the default dtype"])),
