@@ -17,6 +17,7 @@ from passes.update.split_micro_batches import SplitMicroBatches
 from spmd.rules import RULES
 from tests.spmd.verification.stream_mutants import KINDS
 
+from .entries import COMPARISONS
 from .facts import FACTS
 from .graphs import OPERATORS
 from .guards import GUARDS
@@ -121,5 +122,8 @@ MANIFEST: dict[str, Section] = {
     "order on streams": Section(KINDS, _names(KINDS), "the proof of streams", "spmd/verification/test_streams.py"),
     "guard": Section(GUARDS, ("dropped", "stale"), "a call that must not be admitted", "mutants/test_guards.py"),
     "fact of a cache": Section(FACTS, ("dropped",), "a key that must be another", "mutants/test_facts.py"),
+    "comparison of an entry": Section(
+        COMPARISONS, ("dropped",), "a process that must not start warm", "mutants/test_entries.py"
+    ),
 }
 """All of it. What is made by hand is an edit of its own; operators make theirs at nodes drawn by seed."""
