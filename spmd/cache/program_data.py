@@ -29,7 +29,7 @@ from passes.runtime import arena, collective_ops, ctc_loss, host_memory, master_
 
 from .._torch import FakeTensorMode, LazyGraphModule, OpOverload
 from ..partitioner.assignment import Assignment
-from ..placements import ByGroup, Dealt, Interleaved, Mirrored, OwnOrder
+from ..placements import ByGroup, Dealt, Interleaved, Mirrored, OnStage, OwnOrder
 from .not_cached import NotCachedError
 
 _OURS = (
@@ -419,6 +419,8 @@ def _entry(entry: Any) -> list[Any]:
             return ["dealt", entry.dim]
         case OwnOrder():
             return ["own order", entry.dim]
+        case OnStage():
+            return ["on stages", entry.stages]
         case Shard() if type(entry) is Shard:
             return ["shard", entry.dim]
         case Replicate() if type(entry) is Replicate:
@@ -433,6 +435,7 @@ _PLACEMENTS: dict[str, Callable[..., Any]] = {
     "by group": ByGroup,
     "dealt": Dealt,
     "own order": OwnOrder,
+    "on stages": OnStage,
     "mirrored": Mirrored,
     "shard": Shard,
     "replicate": Replicate,

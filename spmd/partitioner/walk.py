@@ -237,7 +237,8 @@ class Walk:
             else:
                 returned.append(value)
                 outputs.append(output)
-        for parameter, declared in self.context.masters.items():
+        masters = {name: master for name, master in self.context.masters.items() if name in updated}
+        for parameter, declared in masters.items():
             self._keep_master(parameter, updated[parameter])
             returned.append(self._new_masters[parameter])
             outputs.append(update_of(declared))

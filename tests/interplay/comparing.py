@@ -151,6 +151,7 @@ def _between(
 ) -> Training:
     """What happens between two calls that is not of plain torch alone; returns the training that goes on."""
     if values["between"] == "checkpoint":
+        torch.manual_seed(1)  # draws of the calls before are those of torch's generator on neither side
         other_step, other = beside.other_step(step), Training.of(values)
         for given in batches[:1] * 2:
             other_step(*other.arguments(), *given)

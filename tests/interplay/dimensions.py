@@ -235,6 +235,7 @@ REFUSED: dict[str, Excludes] = {
 # What a cache does not take, by what docs/guide.md says of it.
 NOT_KEPT: dict[str, Excludes] = {
     "overrides": lambda row: _lacks(row, "override", "none"),
+    "hooks on parameters": lambda row: _has(row, "model", "accumulation hook"),
     "Python state": lambda row: _has(row, "model", "log"),
     "state for what is not used": lambda row: _has(row, "model", "unused") and _lacks(row, "optimizer", "SGD"),
 }

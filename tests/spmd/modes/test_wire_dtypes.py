@@ -251,6 +251,23 @@ def test_bytes_are_those_of_the_narrow_dtype_and_the_report_lists_rounded_values
     )
 
 
+def test_micro_batches_that_count_labels_ahead_have_master_copies_too() -> None:
+    """The sum over all rows, which each part divides by, is a program of its own: it updates no parameter."""
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = ((model(x) - y).square() * (y > 0)).sum() / (y > 0).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    model, x, y = nn.Linear(6, 4).double(), torch.randn(8, 6).double(), torch.randn(8, 4).double()
+    mode = spmd.DataParallel(**IN_PARTS, gather_dtype=torch.float32, micro_batches=2)
+    compiled = spmd.compile(step, parallel_mode=mode)
+    found = spmd.verify(compiled, model, torch.optim.SGD(model.parameters(), lr=0.1), x, y, world=2)
+    assert found, found
+
+
 def test_values_that_are_no_wider_are_sent_unchanged() -> None:
     plain, asked = report_of(InHalf(), **IN_PARTS), report_of(InHalf(), **IN_PARTS, reduce_dtype=BF16)
     assert asked.traffic == plain.traffic and asked.notes == plain.notes
