@@ -158,6 +158,16 @@ class OnStage(Shard):
 
 accept_unequal_to_shard(OnStage)
 
+OWN_PLACEMENTS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "interleaved": (Interleaved, ("dim", "outer")),
+    "mirrored": (Mirrored, ("dim", "outer")),
+    "by group": (ByGroup, ("dim", "of", "count", "ends", "rows", "room")),
+    "dealt": (Dealt, ("dim",)),
+    "own order": (OwnOrder, ("dim",)),
+    "on stages": (OnStage, ("stages",)),
+}
+"""All of these by name, each with the attributes that its constructor takes."""
+
 
 def extent(placement: Shard, size: int, axis: Axis) -> tuple[int, int]:
     """(start, length) of the rows that a rank has of ``size`` rows along an axis that splits them."""

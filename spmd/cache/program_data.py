@@ -29,7 +29,7 @@ from passes.runtime import arena, collective_ops, ctc_loss, host_memory, master_
 
 from .._torch import FakeTensorMode, LazyGraphModule, OpOverload
 from ..partitioner.assignment import Assignment
-from ..placements import ByGroup, Dealt, Interleaved, Mirrored, OnStage, OwnOrder
+from ..placements import OWN_PLACEMENTS
 from .not_cached import NotCachedError
 
 _OURS = (
@@ -410,42 +410,23 @@ def placement_to_data(placement: Sequence[Any]) -> list[list[Any]]:
 
 
 def _entry(entry: Any) -> list[Any]:
-    match entry:
-        case Interleaved():
-            return ["mirrored" if isinstance(entry, Mirrored) else "interleaved", entry.dim, entry.outer]
-        case ByGroup():
-            return ["by group", entry.dim, entry.of, entry.count, entry.ends, entry.rows, entry.room]
-        case Dealt():
-            return ["dealt", entry.dim]
-        case OwnOrder():
-            return ["own order", entry.dim]
-        case OnStage():
-            return ["on stages", entry.stages]
-        case Shard() if type(entry) is Shard:
-            return ["shard", entry.dim]
-        case Replicate() if type(entry) is Replicate:
-            return ["replicate"]
-        case Partial() if type(entry) is Partial:
-            return ["partial", entry.reduce_op]
+    for name, (cls, options) in _PLACEMENTS.items():
+        if type(entry) is cls:
+            return [name, *(getattr(entry, option) for option in options)]
     raise NotCachedError(f"its program has a placement of another kind, {entry!r}")
 
 
-_PLACEMENTS: dict[str, Callable[..., Any]] = {
-    "interleaved": Interleaved,
-    "by group": ByGroup,
-    "dealt": Dealt,
-    "own order": OwnOrder,
-    "on stages": OnStage,
-    "mirrored": Mirrored,
-    "shard": Shard,
-    "replicate": Replicate,
-    "partial": Partial,
+_PLACEMENTS: dict[str, tuple[type, tuple[str, ...]]] = {
+    **OWN_PLACEMENTS,
+    "shard": (Shard, ("dim",)),
+    "replicate": (Replicate, ()),
+    "partial": (Partial, ("reduce_op",)),
 }
 
 
 def placement_from_data(data: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """The placement of ``placement_to_data``."""
-    return tuple(_PLACEMENTS[kind](*options) for kind, *options in data)
+    return tuple(_PLACEMENTS[kind][0](*options) for kind, *options in data)
 
 
 _TORCH: dict[str, type] = {
