@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -119,8 +119,9 @@ class Annotated(Case):
 
 
 def differences(rank: int, world: int, case: Annotated) -> list[str]:
+    """The plain step has annotations that make no groups: gloo lost a connection of some, on a busy machine."""
     _, got = compiled_run(rank, case, 5)
-    return all_unequal(plain_run(case, world, 5), got, rank, world)
+    return all_unequal(plain_run(replace(case, strategy="one unit"), world, 5), got, rank, world)
 
 
 ROWS = [
