@@ -17,7 +17,7 @@ from typing import Any
 
 from ..interpreter.foreign_code import is_library_file
 
-LIBRARIES = ("transformers",)  # of which models were tried: they start warm as they train
+LIBRARIES = ("transformers", "huggingface_hub")  # their models were tried: they start warm as they train
 _VARIABLE = re.compile(r"""["']([A-Z][A-Z0-9_]{2,})["']""")
 
 

@@ -91,7 +91,7 @@ def reads_to_data(
     _check_recorded(reads)
     sites, containers = sites_of(reads), [each for each in reads.containers.values() if each.content is not None]
     cells = {id(site.holder) for site in sites if site.kind == "cell"}
-    describer = Describer(names, {id(code) for code in reads.code}, cells)
+    describer = Describer(names, {*_users_code(reads)}, cells)
     found, placed = Search(function, leaves, reads).run(), Placed()
     without = [each for each in containers if id(each.value) not in found]
     if without and not _holders(without):  # objects had them that the step made itself
@@ -261,10 +261,15 @@ def _definitions(module: types.ModuleType, describer: Describer) -> Iterator[tup
             yield key, describer.of_class(value)
 
 
+def _users_code(reads: Reads) -> dict[int, types.CodeType]:
+    """The code that ran, but for that of libraries, by id."""
+    pairs = zip(reads.code, reads.namespaces, strict=True)
+    return {id(code): code for code, space in pairs if not is_of_library(space.get("__name__"))}
+
+
 def _check_code(reads: Reads, describer: Describer) -> None:
     """Raise ``NotCachedError`` if code ran that belongs to nothing described: other code might run elsewhere."""
-    pairs = zip(reads.code, reads.namespaces, strict=True)
-    ran = {id(code): code for code, space in pairs if not is_of_library(space.get("__name__"))}
+    ran = _users_code(reads)
     made = {id(each) for code in ran.values() for each in nested_codes(code)}
     described = {id(each) for code in describer.codes.values() for each in (code, *nested_codes(code))}
     for key, code in ran.items():

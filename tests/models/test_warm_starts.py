@@ -19,7 +19,7 @@ from ..harness import programs
 from .catalog import ENTRIES
 from .examine import Training
 
-NAMES = ("GPT2", "Llama", "Bert")
+NAMES = ("Llama", "GPT2 classifier", "T5")
 PROGRAM = """
 import sys
 from spmd import capture_call
