@@ -29,7 +29,7 @@ traces, capture = [], capture_call.capture
 capture_call.capture = lambda *given: (traces.append(""), capture(*given))[1]
 for name in sys.argv[2:]:
     found = losses_of(name, sys.argv[1])
-    print(name, len(traces) > 0, *(each.hex() for each in found))
+    print(name, len(traces) > 0, *(each.hex() for each in found), sep=",")
     traces.clear()
 """
 
@@ -53,7 +53,7 @@ def test_another_process_traces_nothing_and_computes_the_same_bits(tmp_path: Pat
     file = tmp_path / "train.py"
     file.write_text(PROGRAM)
     cold, warm = (
-        [line.split() for line in programs.run([file, tmp_path / "cache", *NAMES]).stdout.splitlines()] for _ in "12"
+        [line.split(",") for line in programs.run([file, tmp_path / "cache", *NAMES]).stdout.splitlines()] for _ in "12"
     )
     assert [line[0] for line in cold] == [*NAMES] and all(line[1] == "True" for line in cold)
     assert warm == [[name, "False", *losses] for name, _, *losses in cold]
