@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from math import prod
 from typing import Any
 
@@ -82,7 +82,7 @@ class PartsByRule:
         for in_runs, renamed in product((False, True), names):
             candidates = self.captured.by_op.get(op if renamed is None else renamed.op, [])
             for candidate in sorted(candidates, key=lambda each: each.name != hint):
-                for options in self._options([rule_call(candidate, in_runs)], 0):
+                for options in islice(self._options([rule_call(candidate, in_runs)], 0), _MOST):
                     found = Found(candidate, options, renamed)
                     if all(self._holds(*each, found) for each in zip(self.ranks, nodes, ours, strict=True)):
                         return found
@@ -147,6 +147,7 @@ class PartsByRule:
 
 
 _FEW = 16  # ranks along an axis, of which all are looked at
+_MOST = 4_096  # ways to divide a call that are tried: of three axes and runs of rows there are millions
 
 
 def part(whole: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
