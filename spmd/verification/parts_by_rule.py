@@ -76,17 +76,21 @@ class PartsByRule:
 
     def find(self, nodes: Sequence[fx.Node], ours: Sequence[Sequence[Tensor]]) -> Found | None:
         """The call of which the ranks' ``nodes``, with these operands, compute the parts."""
-        op = call_of(nodes[0])[0]
-        hint = nodes[0].meta.get("captured")  # which to try first: nothing more
+        for found in islice(self._candidates(nodes[0]), _MOST):
+            if all(self._holds(*each, found) for each in zip(self.ranks, nodes, ours, strict=True)):
+                return found
+        return None
+
+    def _candidates(self, node: fx.Node) -> Iterator[Found]:
+        """Each captured call of the op of a rank's ``node``, with each way to divide it."""
+        op = call_of(node)[0]
+        hint = node.meta.get("captured")  # which to try first: nothing more
         names = (None, RENAMED[op]) if op in RENAMED else (None,)
         for in_runs, renamed in product((False, True), names):
             candidates = self.captured.by_op.get(op if renamed is None else renamed.op, [])
             for candidate in sorted(candidates, key=lambda each: each.name != hint):
-                for options in islice(self._options([rule_call(candidate, in_runs)], 0), _MOST):
-                    found = Found(candidate, options, renamed)
-                    if all(self._holds(*each, found) for each in zip(self.ranks, nodes, ours, strict=True)):
-                        return found
-        return None
+                for options in self._options([rule_call(candidate, in_runs)], 0):
+                    yield Found(candidate, options, renamed)
 
     def results(self, rank: Machine, found: Found) -> list[Any]:
         """A rank's parts of the results."""
