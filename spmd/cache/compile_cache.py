@@ -47,6 +47,7 @@ from .program_data import printed, program_from_data, program_to_data
 from .read_data import StoredReads, bind_reads, reads_to_data, sites_of
 from .surroundings import functions, same_functions, surroundings
 
+_BY_DEFAULT = 64  # ranks of a job, each of which writes an entry: more are too many for a home that hosts share
 _TRIED = 32  # entries of one key that a call is compared with
 _LEAST_TIMEOUT = 60.0  # seconds that ranks must be ready to wait, for one of them to capture for all
 _OF_SIZES = ("leaves", "inputs")  # facts of a call that have the sizes of its arguments
@@ -255,6 +256,9 @@ class Lookup:
         """Take the folder of the cache, if it can be used."""
         assert setting.folder is not None
         self.verifies, self.warns = setting.verifies, not setting.is_default
+        if setting.is_default and dist.is_initialized() and dist.get_world_size() > _BY_DEFAULT:
+            self.unusable = f"steps of more than {_BY_DEFAULT} ranks are kept for later processes if cache= says where"
+            return
         try:
             self.folder = Folder.open(setting.folder)
         except (OSError, RefusedFolderError) as error:

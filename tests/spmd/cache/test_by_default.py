@@ -13,6 +13,7 @@ import spmd
 from spmd.cache import folder as folders
 from spmd.options import CacheOption
 
+from ...harness.fake import fake_world
 from .trainer import Trainer, batch
 from .trainer import trainer as trainer
 
@@ -69,6 +70,15 @@ def test_a_full_disk_is_a_note(trainer: Trainer, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(folders, "_write", full)
     (note,) = notes_on_the_cache(train(trainer))
     assert note.endswith("No space left on device. Training goes on")
+
+
+def test_many_ranks_write_nothing_into_a_home(trainer: Trainer, tmp_path: Path) -> None:
+    with fake_world(65):
+        (note,) = notes_on_the_cache(train(trainer))
+        assert note == "steps of more than 64 ranks are kept for later processes if cache= says where"
+        assert not (tmp_path / "home").exists()
+        train(trainer, cache=tmp_path / "cache")
+        assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_a_user_without_a_home_has_a_folder_among_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
