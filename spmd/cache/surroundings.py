@@ -26,6 +26,7 @@ _NOT_READ = (
     "SPMD_CACHE",
     "SPMD_DUMP",
     "SPMD_QUIET",
+    "SPMD_RUN_FOLDER",
     "TORCHELASTIC_",
     "TORCHINDUCTOR_",
     "OMP_NUM_THREADS",
@@ -61,7 +62,7 @@ def surroundings() -> dict[str, Any]:
         ],
         "devices": _devices(),
         "flags": flags(),
-        "environment": [each for each in sorted(os.environ.items()) if _is_read(each[0])],
+        "environment": [each for each in sorted(os.environ.items()) if is_read(each[0])],
     }
 
 
@@ -73,7 +74,8 @@ def _devices() -> list[Any]:
     return [[each.name, each.major, each.minor, each.total_memory] for each in found]
 
 
-def _is_read(variable: str) -> bool:
+def is_read(variable: str) -> bool:
+    """Whether a variable of the environment may decide what a trace records, or how programs compute."""
     return variable.startswith(_VARIABLES) and not variable.startswith(_NOT_READ)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import spmd
+from spmd.cache.surroundings import is_read
 from spmd.cli.commands import main
 
 from ...harness import programs
@@ -211,3 +213,15 @@ def test_help_and_version_do_not_import_torch(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stderr
     assert command != "--version" or done.stdout.startswith(f"spmd {spmd.__version__}\n")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("launcher", ["spmd run", "torch.distributed.run"])
+def test_no_variable_that_each_launch_sets_anew_is_in_the_key_of_a_kept_step(launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text("import json, os\nprint(json.dumps(dict(os.environ)))")
+    command = ["-m", *launcher.split(), "--nproc-per-node", 1, script]
+    found = [json.loads(programs.run(command, environment()).stdout.splitlines()[-1]) for _ in "12"]
+    assert found[0]["TORCHELASTIC_RUN_ID"] and found[0] != found[1]
+    first, second = ({name: value for name, value in each.items() if is_read(name)} for each in found)
+    assert first == second
