@@ -235,6 +235,16 @@ REFUSED: dict[str, Excludes] = {
 # What a cache does not take, by what docs/guide.md says of it.
 NOT_KEPT: dict[str, Excludes] = {
     "overrides": lambda row: _lacks(row, "override", "none"),
+    "floats that only a call knows, where programs are not kept": lambda row: (
+        _has(row, "optimizer", "Adafactor")
+        and (
+            _has(row, "backend", "graph copied")
+            or _has(row, "mesh", *_STAGES)
+            or _lacks(row, "memory", "any")
+            or _has(row, "deferral", "yes")
+            or _has(row, "rows", "uneven")
+        )
+    ),
     "hooks on parameters": lambda row: _has(row, "model", "accumulation hook"),
     "Python state": lambda row: _has(row, "model", "log"),
     "state for what is not used": lambda row: _has(row, "model", "unused") and _lacks(row, "optimizer", "SGD"),
