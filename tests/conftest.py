@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .harness.pool import Ranks
 
 os.environ["SPMD_QUIET"] = "1"  # the ranks and programs that tests start, too
-os.environ["SPMD_CACHE"] = "off"  # what a test compiles is what the code makes now; tests of the cache ask for a folder
 # Programs are forked from a process that has loaded torch, which reads this once. ``spmd run`` sets it before it does.
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 

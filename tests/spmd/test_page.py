@@ -60,7 +60,8 @@ def opened(written: tuple[Any, Path, spmd.CompiledStep]) -> Iterator[Opened]:
     found.page.on("request", lambda request: found.requests.append(request.url))
     found.page.goto(path.as_uri())
     found.page.wait_for_selector("body[data-ready]")
-    found.page.wait_for_function("document.getElementById('timeline').width > 500")  # it is drawn a frame later
+    while not found.page.evaluate("document.getElementById('timeline').width > 500"):  # it is drawn a frame later
+        found.page.wait_for_timeout(10)  # to wait for a function would have the page evaluate text, which it forbids
     yield found
     assert found.errors == []
     found.page.close()
