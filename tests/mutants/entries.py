@@ -83,7 +83,9 @@ class Comparison:
         before, after = self.step
         trainer.write(cached_step=FILES["cached_step"].replace(before, after, 1))
         module = trainer.start()
-        spmd.compile(module.step, cache=cache)(*module.build(), *batch())
+        step = spmd.compile(module.step, cache=cache)
+        step(*module.build(), *batch())
+        assert cache.is_dir() and len(list(cache.iterdir())) == 1, step.report().notes
 
 
 HEAD = next(f"{line}\n" for line in FILES["cached_step"].splitlines() if line.startswith("def step("))

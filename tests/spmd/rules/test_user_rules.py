@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from passes.errors import PlacementError
-from spmd.rules import RULES, Option, P, R, S, register_rule, rule_of
+from spmd.rules import RULES, Option, P, R, S, register_rule, rule_of, user_rules
 
 from .engine import Sample, check, options_of
 
@@ -31,10 +31,11 @@ def library() -> Iterator[torch.library.Library]:
 
 @pytest.fixture
 def ops(library: torch.library.Library) -> Iterator[Any]:
-    before = dict(RULES)
+    before, registered = dict(RULES), [*user_rules.registered]
     yield getattr(torch.ops, NAMES)
     RULES.clear()
     RULES.update(before)
+    user_rules.registered[:] = registered  # a process whose user has rules keeps no compiled steps
 
 
 def _scale(*kwargs: str, size: int = 2) -> Sample:
