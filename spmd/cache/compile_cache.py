@@ -94,7 +94,7 @@ class Lookup:
     is_on: bool = False
     verifies: bool = False
     warns: bool = True  # of a folder that cannot be used, which is else a note in the report
-    unusable: str = ""
+    unusable: str = ""  # the note on a folder that is not used
     missed: str = ""  # why the entry that was used last does not fit
     names: Mapping[int, str] = field(default_factory=dict)
     functions: Mapping[str, Any] = field(default_factory=dict)
@@ -262,7 +262,11 @@ class Lookup:
         try:
             self.folder = Folder.open(setting.folder)
         except (OSError, RefusedFolderError) as error:
-            self.unusable = self._as_note(f"compiled steps are not kept for later processes: {error}")
+            problem = f"compiled steps are not kept for later processes: {error}"
+            if self.warns:
+                warn_user(problem)
+            else:
+                self.unusable = problem
 
     def store(self, notes: list[str]) -> None:
         """Write an entry, unless there is one, or a reason not to.
@@ -276,14 +280,11 @@ class Lookup:
         try:
             self.folder.write(f"{self.key}-{self.number}-{_rank()}", files)
         except OSError as error:
-            text = f"a compiled step cannot be kept for later processes: {error}. Training goes on"
-            notes += filter(None, [self._as_note(text)])
-
-    def _as_note(self, problem: str) -> str:
-        """The text for the report, where nobody is warned."""
-        if self.warns:
-            warn_user(problem)
-        return "" if self.warns else problem
+            problem = f"a compiled step cannot be kept for later processes: {error}. Training goes on"
+            if self.warns:
+                warn_user(problem)
+            else:
+                notes.append(problem)
 
     def verify(self, captured: Captured, local: Program, program: Program) -> None:
         """Raise ``SpmdError``, with the line, if the entry that was found is not what was compiled now.

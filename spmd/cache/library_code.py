@@ -2,7 +2,7 @@
 
 Their registries, caches of functions and imports inside of functions would keep each step that calls them from having
 an entry. What such code reads of a model, a configuration or a module is recorded and compared like all else; of the
-environment, the variables that it names.
+environment, the variables that its files name.
 """
 
 from __future__ import annotations
