@@ -19,7 +19,7 @@ from .running import checks_of, found_in
 ROWS: dict[str, tuple[Row, str]] = {
     "shared_passes": (
         {"style": "fully_shard", "transport": "messages", "cache": "one rank for all"},
-        "step 0: module[0] blocks.0.attention.out.bias",
+        "step 0: module[0] blocks.1.attention.out.bias",
     ),
     "floor_in_kernels": ({"mesh": "1", "backend": "inductor", "op": "floor"}, "step 0: result"),
     "data_that_is_put_back": ({"mesh": "1", "op": "put back"}, "step 0: module[0] last.weight"),
