@@ -57,6 +57,7 @@ from .values.causal_masks import CausalMasks
 from .values.ctc_loss import LengthsAsTensors
 from .values.flex_attention import flex_attention_as_ops
 from .values.live_ids import ids_of_live_state
+from .values.lstm import UnfusedLSTM
 from .values.number_arguments import NumberArguments
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text
@@ -129,6 +130,7 @@ class Trace:
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(TensorCopies())
             stack.enter_context(LengthsAsTensors())
+            stack.enter_context(UnfusedLSTM())
             watched = WatchedFunctions(self.call.inputs, fakes.tensors, swap.fake_of.values(), self.reads)
             stack.enter_context(watched)
             if not fakes.sizes.traced.sizes:
@@ -264,7 +266,6 @@ def _torch_settings() -> Iterator[None]:
         unchecked_distributions(),
         no_causal_mask_detection(),
         symbolic_math(),
-        _without_mkldnn(),
         _without_flat_weights(),
         torch.autograd.set_multithreading_enabled(False),
     ):
@@ -281,17 +282,6 @@ def _cached_casts(enabled: bool) -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
-
-
-@contextmanager
-def _without_mkldnn() -> Iterator[None]:
-    """Trace an LSTM as the ops it is made of: mkldnn's keeps memory that only its own kernel can read."""
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = before
 
 
 @contextmanager

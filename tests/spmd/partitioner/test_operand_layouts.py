@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -88,3 +89,16 @@ class ChannelsLast(Case):
 ])  # fmt: skip
 def test_a_norm_reads_its_operands_in_one_layout(ranks: Ranks, mode: Any) -> None:
     assert_agrees(ranks, 2, ChannelsLast(), mode, steps=4)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.usefixtures("alone")
+def test_a_convolution_in_single_precision_is_traced_as_it_lies(kernel: int) -> None:
+    """With oneDNN, which takes no fp64, its result has the channels last; a norm's backward trusted the trace."""
+    layers = nn.Conv2d(4, 4, kernel), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, kernel), nn.GroupNorm(2, 4)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    models = model, copy.deepcopy(model)
+    x = torch.randn(16, 4, 7, 7).to(memory_format=torch.channels_last)
+    for each, step in zip(models, (spmd.compile(ChannelsLast.step), ChannelsLast.step), strict=True):
+        step(each, torch.optim.SGD(each.parameters(), lr=0.1), x)
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
