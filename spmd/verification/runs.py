@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,10 +56,10 @@ def run_programs(
         for k, zeros in new_accumulators(program).items():
             given[k] = zeros
     if micro.spread is not None:
-        return _run_spread(programs, inputs)
+        return _run_spread(programs, inputs, watch)
     runs = [runs_of(program) for program in programs]
     is_split = micro.accumulating is not None and len(micro.accumulating.outputs) != len(programs[0].outputs)
-    seen = None if watch is None or is_split else _Seen(side_by_side=micro.together > 1)
+    seen = None if watch is None or is_split else _Seen(micro.together > 1, _ranks_with_rows(programs[0]))
     rows: list[list[dict[str, Any]]] = [[] for _ in programs]
     for k in range(micro.count):
         now = [each[k] if k == micro.count - 1 else without_assertions_on_sums(each[k]) for each in runs]
@@ -76,10 +77,11 @@ def run_programs(
     return [tuple(micro.join(program.outputs, outputs, before[:-1])) for program, outputs, before in ends]
 
 
-def _run_spread(programs: Sequence[Program], inputs: Sequence[list[Any]]) -> list[tuple[Any, ...]]:
+def _run_spread(programs: Sequence[Program], inputs: Sequence[list[Any]], watch: Watch | None) -> list[tuple[Any, ...]]:
     """Run parts that ranks divide."""
     inputs = [list(given) for given in inputs]
     micros = [program.micro_batches for program in programs if program.micro_batches is not None]
+    seen = None if watch is None else _SeenSpread(len(programs), micros[0].together > 1)
     for k, declared in enumerate(programs[0].inputs):
         name = micros[0].whole.get(declared.name, declared.name)
         if name in micros[0].split:
@@ -95,7 +97,10 @@ def _run_spread(programs: Sequence[Program], inputs: Sequence[list[Any]]) -> lis
     for turn, numbers in enumerate(turns, start=1):
         now = lasts if turn == len(turns) else openings if turn == 1 else firsts
         ranks = list(zip(micros, now, inputs, numbers, strict=True))
-        returned = run_in_lockstep(now, [micro.of_run(each.inputs, given, k) for micro, each, given, k in ranks])
+        if seen is not None:
+            seen.works = [turn > len(micro.idle_runs) for micro in micros]
+        taken = [micro.of_run(each.inputs, given, k) for micro, each, given, k in ranks]
+        returned = run_in_lockstep(now, taken, seen)
         for (micro, each, given, k), program, outputs, of_rank in zip(ranks, programs, returned, rows, strict=True):
             if now is not lasts:
                 _keep_accumulators(each, program, given, outputs)
@@ -105,6 +110,8 @@ def _run_spread(programs: Sequence[Program], inputs: Sequence[list[Any]]) -> lis
             of_rank.append({out.name: value for out, value in zip(each.outputs, outputs, strict=True)})
             if now is not lasts:
                 ascend(program, given, k)
+    if seen is not None and watch is not None:
+        seen.show(watch)
     joined = {
         name: torch.cat([each[name] for of_rank in rows for each in of_rank], dim)
         for name, dim in micros[0].joined.items()
@@ -168,6 +175,16 @@ def _on_all_ranks(
     watch([nodes[at[place]] for place in places], [values[at[place]] for place in places])
 
 
+def _ranks_with_rows(program: Program) -> tuple[int, ...]:
+    """For each mesh axis, among how many ranks it splits what micro-batches are cut from."""
+    micro, found = program.micro_batches, [1] * len(program.mesh.axes)
+    for declared in program.inputs:
+        dim = micro.split.get(declared.name) if micro is not None else None
+        for k, (axis, placement) in enumerate(zip(program.mesh.axes, declared.placement or (), strict=False)):
+            found[k] = axis.size if dim is not None and placement.is_shard(dim) else found[k]
+    return tuple(found)
+
+
 def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Write what a functional program returns for its accumulators where the next run reads it."""
     position = whole.positions()
@@ -176,23 +193,40 @@ def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], o
             given[position[output.name]].copy_(value)
 
 
+def _key(node: fx.Node, side_by_side: bool) -> Any:
+    """Under what the values of a node are kept: those of all nodes that compute parts of one captured value together.
+
+    A text for these, else a pair.
+    """
+    captured, is_part = node.meta.get("captured"), side_by_side and "in_time" in node.meta
+    return captured if is_part and captured is not None else (node.name, captured)
+
+
+def _in_time(node: fx.Node, runs: Sequence[Any]) -> Any:
+    """What a node computed in all runs together: rows, one after the other, a sum, or what is the same in all."""
+    along = node.meta.get("in_time")
+    if along is None or not isinstance(runs[0], torch.Tensor):
+        return runs[-1]
+    return torch.cat(list(runs), along.dim) if isinstance(along, Shard) else sum(runs[1:], runs[0])
+
+
 @dataclass
 class _Seen:
     """The values of each node in all runs, by rank.
 
     Programs of other sizes have the same nodes: those of one name that compute one captured value. ``side_by_side``: a
-    program has nodes for several parts, in order, which compute parts of one captured value.
+    program has nodes for several parts, in order, which compute parts of one captured value. ``ranks``: by mesh axis,
+    how many have rows of their own.
     """
 
     side_by_side: bool = False
+    ranks: tuple[int, ...] = ()
     nodes: dict[Any, Sequence[fx.Node]] = field(default_factory=dict)
     values: dict[Any, list[Sequence[Any]]] = field(default_factory=dict)
 
     def __call__(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
         """Keep the values of a node in one run."""
-        meta = nodes[0].meta
-        captured, is_part = meta.get("captured"), self.side_by_side and "in_time" in meta
-        key = captured if is_part and captured is not None else (nodes[0].name, captured)
+        key = _key(nodes[0], self.side_by_side)
         self.nodes[key] = nodes
         self.values.setdefault(key, []).append(values)
 
@@ -202,11 +236,46 @@ class _Seen:
         for key, runs in self.values.items():
             nodes = self.nodes[key]
             if not isinstance(key, tuple) or len(runs) == count or "in_time" not in nodes[0].meta:
-                watch(nodes, [_together(nodes[0], of_rank) for of_rank in zip(*runs, strict=True)])
+                watch(nodes, [self._together(nodes[0], of_rank) for of_rank in zip(*runs, strict=True)])
+
+    def _together(self, node: fx.Node, runs: Sequence[Any]) -> Any:
+        along = node.meta.get("in_time")
+        if not isinstance(along, Shard) or not isinstance(runs[0], torch.Tensor):
+            return _in_time(node, runs)
+        # A value that is gathered has the rows of each rank in a run; the whole batch has all rows of a rank together.
+        placements = zip(self.ranks, node.meta.get("placement") or (), strict=False)
+        count = math.prod(size for size, placement in placements if placement is None or not placement.is_shard())
+        parts = [run.tensor_split(count, along.dim) for run in runs]
+        return _in_time(node, [each[k] for k in range(count) for each in parts])
 
 
-def _together(node: fx.Node, runs: Sequence[Any]) -> Any:
-    along = node.meta.get("in_time")
-    if along is None or not isinstance(runs[0], torch.Tensor):
-        return runs[-1]
-    return torch.cat(list(runs), along.dim) if isinstance(along, Shard) else sum(runs[1:], runs[0])
+@dataclass
+class _SeenSpread:
+    """The values of each node where ranks divide the runs: the first ranks have the first ones.
+
+    ``side_by_side`` as in ``_Seen``; ``works``: which ranks do not run idly now.
+    """
+
+    count: int
+    side_by_side: bool
+    works: Sequence[bool] = ()
+    nodes: dict[Any, Sequence[fx.Node]] = field(default_factory=dict)
+    values: dict[Any, list[list[Any]]] = field(default_factory=dict)
+
+    def __call__(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
+        """Keep the values of a node in one run."""
+        key = _key(nodes[0], self.side_by_side)
+        self.nodes[key] = nodes
+        kept = self.values.setdefault(key, [[] for _ in range(self.count)])
+        for of_rank, value, works in zip(kept, values, self.works, strict=True):
+            of_rank += [value] if works else []
+
+    def show(self, watch: Watch) -> None:
+        """Show what each node computed in all runs together, as if each rank had run all; not what some runs lack."""
+        runs = {key: [value for of_rank in of_ranks for value in of_rank] for key, of_ranks in self.values.items()}
+        most = {kind: max((len(runs[key]) for key in runs if type(key) is kind), default=0) for kind in (str, tuple)}
+        for key, values in runs.items():
+            nodes = self.nodes[key]
+            is_whole = len(values) == most[type(key)] or ("in_time" not in nodes[0].meta and values)
+            if is_whole and nodes[0].op != "placeholder":  # of the batch each rank's input is all of it here
+                watch(nodes, [_in_time(nodes[0], values)] * self.count)

@@ -387,6 +387,40 @@ def test_a_step_that_draws_is_compared_with_its_captured_program() -> None:
     assert "with its captured program" in str(verdict)
 
 
+class Lookup(nn.Module):
+    """One expert a row, whose weight is looked up by number, behind rows that were dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up = nn.Linear(6, 2), nn.Parameter(torch.randn(2, 6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, expert = self.router(F.dropout(x, 0.5)).softmax(-1).max(-1)
+        return (x[:, None] @ self.up[expert]).squeeze(1) * share[:, None]
+
+
+RUNS: dict[str, tuple[dict[str, Any], type[nn.Module] | None, dict[str, Any]]] = {
+    "ranks divide runs of two parts each": ({"bits": "same"}, None, {"world": 3}),
+    "a gathered value has rows of all ranks in each run": (
+        {"micro_batches": 4, "axes": {"batch": "dp", "experts": "dp"}},
+        Lookup,
+        {"world": 2, "mesh": {"dp": 2}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_draws_of_several_runs_are_put_together_in_the_order_of_rows(name: str) -> None:
+    options, kind, on = RUNS[name]
+    model, optimizer, *batch = arguments(rows=48)
+    if kind is not None:
+        model = kind().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mode = spmd.DataParallel(**{"micro_batches": 2} | options)
+    verdict = spmd.verify(spmd.compile(dropped_step, parallel_mode=mode), model, optimizer, *batch, steps=1, **on)
+    assert verdict, verdict
+
+
 @pytest.mark.parametrize("step", [train_step, dropped_step])
 def test_state_that_is_written_wrongly_is_no_rounding(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs are right, what is done with their results is not."""
