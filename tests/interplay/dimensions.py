@@ -246,6 +246,7 @@ NOT_KEPT: dict[str, Excludes] = {
         )
     ),
     "hooks on parameters": lambda row: _has(row, "model", "accumulation hook"),
-    "Python state": lambda row: _has(row, "model", "log"),
+    "logs": lambda row: _has(row, "model", "log"),
+    "later programs of a step that keeps numbers": lambda row: _has(row, "model", "branch"),
     "state for what is not used": lambda row: _has(row, "model", "unused") and _lacks(row, "optimizer", "SGD"),
 }
