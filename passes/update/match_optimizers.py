@@ -19,7 +19,6 @@ from .optimizer_kernels import Kernel, kernels
 aten = torch.ops.aten
 
 _KERNELS = [each for each in kernels() if not each.options.get("is_first_step")]  # a step is compiled for all others
-_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,10 @@ class _Matcher:
     def match(self, declared: Input) -> Match | None:
         """The kernel that computes the update of an input, and from what; None if there is none."""
         node, new = self.nodes[declared.name], self.new.get(declared.name)
-        if declared.role is not Role.PARAMETER or new is None or not _fits(node, self.layouts):
-            return None
+        if declared.role is not Role.PARAMETER or new is None or not self.layouts.is_contiguous(node):
+            return None  # they support dense memory only
         for kernel in self.order:
-            match = self._match_kernel(declared, kernel)
+            match = self._match_kernel(declared, kernel) if kernel.computes(node.meta["val"]) else None
             if match is not None:
                 self.order.sort(key=lambda each: each is not kernel)
                 return match
@@ -175,11 +174,6 @@ def _admits_nothing(name: str, value: Any) -> bool:
 def _by_name(graph: fx.Graph, key: str) -> dict[str, fx.Node]:
     """The last node of each parameter that ``key`` in its ``meta`` names."""
     return {node.meta[key]: node for node in graph.nodes if key in node.meta}
-
-
-def _fits(node: fx.Node, layouts: Layouts) -> bool:
-    """Whether the kernels take this parameter, or a rank's part of it: they support dense memory only."""
-    return layouts.is_contiguous(node) and node.meta["val"].dtype in _DTYPES
 
 
 def _same_type(val: Any, other: torch.Tensor) -> bool:

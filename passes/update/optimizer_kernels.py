@@ -23,6 +23,7 @@ from .formula_terms import Term, lerp, maximum, sqrt, unknown
 aten = torch.ops.aten
 
 _FLAGS = (False, True)
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,15 @@ class Kernel:
     def state(self) -> list[str]:
         """The lists of state in the formulas, counts included."""
         return [name for name in self.updates if name != "p"]
+
+    def computes(self, val: torch.Tensor) -> bool:
+        """Whether the op computes its formulas on tensors like this one.
+
+        Kernels compute in fp32. Of fp16 that is something else: there the square of a small gradient is 0. On CPUs
+        torch's SGD leaves whole vectors of bf16 as they were (pytorch/pytorch#191763; seen in 2.13).
+        """
+        is_wrong = self.op is aten._fused_sgd.default and val.dtype is torch.bfloat16 and val.device.type == "cpu"
+        return val.dtype in _DTYPES and not is_wrong
 
     def has(self, options: Mapping[str, Any]) -> bool:
         """Whether the numbers that are no unknowns are these."""
