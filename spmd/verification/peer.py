@@ -134,8 +134,9 @@ class Peer:
                 return part.clone(memory_format=torch.contiguous_format)
             return torch.empty_strided(part.shape, theirs.stride(), dtype=part.dtype, device=part.device).copy_(part)
         if theirs.numel() and bool((theirs == theirs.reshape(-1)[0]).all()):  # what an optimizer begins with
-            shape = local_shape(declared.shape, declared.placement, self.mesh)
-            return theirs.new_full(shape, theirs.reshape(-1)[0].item())
+            shape, value = local_shape(declared.shape, declared.placement, self.mesh), theirs.reshape(-1)[0].item()
+            # It lies as theirs does: kernels of bf16 and fp16 round by how their operands lie.
+            return torch.full_like(theirs, value) if shape == tuple(theirs.shape) else theirs.new_full(shape, value)
         raise SpmdError(
             f"{declared.name} came about while the step was compiled, and has no values that all simulated ranks "
             "know: run the step once before it is verified, or initialize the state"

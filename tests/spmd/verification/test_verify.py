@@ -421,6 +421,17 @@ def test_draws_of_several_runs_are_put_together_in_the_order_of_rows(name: str) 
     assert verdict, verdict
 
 
+@pytest.mark.parametrize(("kernel", "dtype"), [(1, torch.float64), (3, torch.bfloat16)])
+def test_images_with_their_channels_last_have_the_same_bits(kernel: int, dtype: torch.dtype) -> None:
+    """On all ranks, where kernels round by how operands lie, and beside flat memory, which a weight of 1 x 1 is not in."""
+    layers = nn.Conv2d(4, 4, kernel, bias=False), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 4, kernel)
+    model = nn.Sequential(*layers).to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x, y = (torch.randn(8, 4, size, size, dtype=dtype) for size in (5, 5 - 2 * (kernel - 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    verdict = spmd.verify(spmd.compile(train_step), model, optimizer, x, y, world=2, steps=2)
+    assert verdict, verdict
+
+
 @pytest.mark.parametrize("step", [train_step, dropped_step])
 def test_state_that_is_written_wrongly_is_no_rounding(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs are right, what is done with their results is not."""
