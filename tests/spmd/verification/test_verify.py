@@ -423,7 +423,7 @@ def test_draws_of_several_runs_are_put_together_in_the_order_of_rows(name: str) 
 
 @pytest.mark.parametrize(("kernel", "dtype"), [(1, torch.float64), (3, torch.bfloat16)])
 def test_images_with_their_channels_last_have_the_same_bits(kernel: int, dtype: torch.dtype) -> None:
-    """On all ranks, where kernels round by how operands lie, and beside flat memory, which a weight of 1 x 1 is not in."""
+    """On all ranks, where kernels round by how operands lie, and beside flat memory, which has no weights of 1 x 1."""
     layers = nn.Conv2d(4, 4, kernel, bias=False), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 4, kernel)
     model = nn.Sequential(*layers).to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
     x, y = (torch.randn(8, 4, size, size, dtype=dtype) for size in (5, 5 - 2 * (kernel - 1)))
