@@ -23,12 +23,13 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 TRAIN := $(VENV)/.ready-to-train-torch-$(TORCH)
 
-.PHONY: help train ready quick test interplay models bench gate picture check format compat clean
+.PHONY: help train ready quick test test-all interplay models bench gate picture check format compat clean
 
 help:
 	@echo 'make train     train a small GPT on $(NPROC) ranks (NPROC=4, ARGS="--steps 100 --mode fully_shard", ARGS=--help)'
 	@echo 'make quick     the tests that need no second process, in 2 to 3 minutes (ARGS="-k name")'
 	@echo 'make test      the whole test suite on torch $(TORCH) (TORCH=2.15.0, ARGS="-k name")'
+	@echo 'make test-all  the same, and what the default run thins: every value of every parameter, all real models'
 	@echo 'make interplay every pair of features in one step, beside the plain step (resumable, ARGS=--help)'
 	@echo 'make models    train real models on two ranks and print the table (ARGS="GPT2 Llama", ARGS=--help)'
 	@echo 'make bench     race DDP, FSDP2 and this on loopback and on two hosts (ARGS="--models width64x12", ARGS=--help)'
@@ -49,6 +50,9 @@ quick: $(READY)
 
 test: $(READY)
 	$(THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+test-all: $(READY)
+	$(THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --exhaustive $(ARGS)
 
 interplay: $(READY)
 	$(THREADS) $(BIN)/python -m tests.interplay $(ARGS)
