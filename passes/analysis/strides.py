@@ -64,6 +64,16 @@ class Layouts:
         val = value.meta.get("val") if isinstance(value, fx.Node) else None
         return isinstance(val, torch.Tensor) and self.is_known(value) and val.is_contiguous()
 
+    def is_in_rows(self, node: fx.Node) -> bool:
+        """Whether ``node`` is contiguous, also in the strides of dims of size 1, as a part of a flat tensor is.
+
+        By them torch tells a 1 x 1 weight of a convolution that has its channels last, and lays the result likewise.
+        """
+        if not self.is_contiguous(node):
+            return False
+        val: torch.Tensor = node.meta["val"]
+        return val.stride() == tuple(prod(val.shape[dim + 1 :]) for dim in range(val.ndim)) or not val.numel()
+
     def are_contiguous(self, node: fx.Node) -> bool:
         """Whether all tensors that ``node`` gives are contiguous on all ranks."""
         val = node.meta["val"]

@@ -122,23 +122,9 @@ def _is_free(program: Program, layouts: Layouts, declared: Input, node: fx.Node)
         declared.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
         and declared.name not in program.fixed
         and node.op == "placeholder"
-        and layouts.is_contiguous(node)
-        and _is_in_rows(node.meta["val"])
+        and layouts.is_in_rows(node)
         and is_even(declared.shape, declared.placement, program.mesh)
     )
-
-
-def _is_in_rows(val: torch.Tensor) -> bool:
-    """Whether also the strides of dims of size 1 are those of a part of a flat input.
-
-    By them torch tells the weight of a convolution of 1 x 1 that has its channels last, and then lays its result so.
-    """
-    expected = 1
-    for size, stride in zip(reversed(val.shape), reversed(val.stride()), strict=True):
-        if stride != expected:
-            return False
-        expected *= max(size, 1)
-    return True
 
 
 @dataclass(frozen=True)
