@@ -64,8 +64,8 @@ class Layouts:
         val = value.meta.get("val") if isinstance(value, fx.Node) else None
         return isinstance(val, torch.Tensor) and self.is_known(value) and val.is_contiguous()
 
-    def is_in_rows(self, node: fx.Node) -> bool:
-        """Whether ``node`` is contiguous, also in the strides of dims of size 1, as a part of a flat tensor is.
+    def has_default_strides(self, node: fx.Node) -> bool:
+        """Whether ``node`` is contiguous, also in the strides of dims of size 1, as a new tensor of its shape is.
 
         By them torch tells a 1 x 1 weight of a convolution that has its channels last, and lays the result likewise.
         """

@@ -122,7 +122,7 @@ def _is_free(program: Program, layouts: Layouts, declared: Input, node: fx.Node)
         declared.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
         and declared.name not in program.fixed
         and node.op == "placeholder"
-        and layouts.is_in_rows(node)
+        and layouts.has_default_strides(node)
         and is_even(declared.shape, declared.placement, program.mesh)
     )
 

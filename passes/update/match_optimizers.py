@@ -102,7 +102,7 @@ class _Matcher:
         """The kernel that computes the update of an input, and from what; None if there is none."""
         node, new = self.nodes[declared.name], self.new.get(declared.name)
         if declared.role is not Role.PARAMETER or new is None or not self.layouts.is_contiguous(node):
-            return None  # they support dense memory only
+            return None  # kernels take dense memory only
         for kernel in self.order:
             match = self._match_kernel(declared, kernel) if kernel.computes(node.meta["val"]) else None
             if match is not None:

@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 40, dropout=0.0, batch_first=True), (4, 5, 8)),
     "recurrent": (Recurrent, (4, 5, 8)),
     "images": (lambda: images(3, lambda: nn.GroupNorm(2, 8)), (16, 8, 7, 7)),
-    "images, by rows": (lambda: images(1, lambda: nn.BatchNorm2d(8)), (16, 8, 5, 5)),
+    "images, 1 x 1": (lambda: images(1, lambda: nn.BatchNorm2d(8)), (16, 8, 5, 5)),
 }
 
 
@@ -78,7 +78,7 @@ def changes(made: Callable[[], nn.Module], x: Tensor, optimizer: str, call: Any)
     return [(new - old).detach().float() for new, old in zip(model.parameters(), before.parameters(), strict=True)]
 
 
-@pytest.mark.parametrize(("name", "dtype", "optimizer"), CASES)
+@pytest.mark.parametrize(("name", "dtype", "optimizer"), CASES, ids=str)
 def test_a_step_changes_what_the_plain_one_changes(name: str, dtype: torch.dtype, optimizer: str) -> None:
     made, shape = MODELS[name]
     x = torch.randn(shape).to(dtype)
