@@ -28,10 +28,11 @@ import spmd
 from examples.gpt import Config
 
 from .peers.llama import Llama
-from .peers.models import SMOKE, WORKLOADS, Model, Workload, train_step
+from .peers.models import SMOKE, WORKLOADS, Model, Workload
 from .peers.network import connect
 from .peers.race import Pace, Result, race
-from .peers.systems import REPLICATE, SHARD, System, TrainStep, ours
+from .peers.spellings import LAST, Spelling, TrainStep
+from .peers.systems import REPLICATE, SHARD, System, ours
 
 AUTO, WORST = "spmd.Auto", 1.1
 MODELS = (
@@ -43,11 +44,11 @@ MODELS = (
 )
 
 
-def auto(model: Model, *, adapt: bool, table: Path | None) -> TrainStep:
+def auto(model: Model, spelling: Spelling = LAST, *, adapt: bool, table: Path | None) -> TrainStep:
     """The step in the style that ``spmd.Auto`` takes."""
     costs = {"table": passes.Table.read(table)} if table is not None else {}
-    step = spmd.compile(parallel_mode=spmd.Auto(adapt=adapt, **costs), keep_freed_memory=True)(train_step)
-    return partial(step, model, torch.optim.AdamW(model.parameters()))
+    step = spmd.compile(parallel_mode=spmd.Auto(adapt=adapt, **costs))(spelling.step)
+    return spelling.bind(step, model, torch.optim.AdamW(model.parameters()))
 
 
 def systems(adapt: bool, table: Path | None) -> list[System]:

@@ -30,7 +30,8 @@ from torch.optim import AdamW
 
 import passes
 import spmd
-from benchmarks.peers.models import SMOKE, WORKLOADS, RandomBatches, Workload, build, train_step
+from benchmarks.peers.models import SMOKE, WORKLOADS, RandomBatches, Workload, build
+from benchmarks.peers.spellings import train_step
 from spmd.cli.calibrate import SIZES, calibrate
 
 STYLES = ("replicate", "fully_shard")
@@ -49,7 +50,7 @@ def measure(
     batches = RandomBatches(workload, RANKS, dist.get_rank(), RANKS, device)
     pipeline = None if not options.messages else messages_only()
     mode = spmd.DataParallel(style)
-    step = spmd.compile(parallel_mode=mode, keep_freed_memory=True, passes=pipeline)(train_step)
+    step = spmd.compile(parallel_mode=mode, passes=pipeline)(train_step)
     for _ in range(4):
         step(model, optimizer, *batches.draw())
     program = step.program

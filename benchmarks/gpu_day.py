@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import subprocess
@@ -45,8 +46,9 @@ import spmd
 from examples.gpt import Config
 
 from .peers.llama import Llama
-from .peers.models import SMOKE, RandomBatches, Workload, build, train_step
-from .peers.systems import TrainStep, compiled, compiled_ddp, eager, fsdp
+from .peers.models import SMOKE, RandomBatches, Workload, build
+from .peers.spellings import CLEARS, LAST, BoundStep, Spelling, TrainStep, train_step
+from .peers.systems import compiled, compiled_ddp, eager, fsdp
 
 WORKLOADS = (
     Workload("gpt256x4", Config(width=256, layers=4)),  # bound by launches
@@ -58,24 +60,25 @@ TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2}  # of a loss, relative: fp32 products 
 FIRST, ROUNDS, SECONDS = 6, 5, 0.2  # steps whose losses are compared; rounds, and seconds of a round
 
 
-def reduce_overhead(model: Any) -> TrainStep:
+def reduce_overhead(model: Any, spelling: Spelling = LAST) -> TrainStep:
     """Forward and backward by ``torch.compile`` as CUDA graphs."""
-    return partial(_one_iteration, torch.compile(model, mode="reduce-overhead"), AdamW(model.parameters(), fused=True))
+
+    def one_iteration(*args: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return spelling.step(*args).clone()
+
+    fused = AdamW(model.parameters(), fused=True)
+    return spelling.bind(one_iteration, torch.compile(model, mode="reduce-overhead"), fused)
 
 
-def _one_iteration(*args: Any) -> Any:
-    torch.compiler.cudagraph_mark_step_begin()
-    return train_step(*args).clone()
-
-
-def ours(model: Any, offload_policy: Any = None, **options: Any) -> TrainStep:
+def ours(model: Any, spelling: Spelling = LAST, offload_policy: Any = None, **options: Any) -> BoundStep:
     """spmd, with an optimizer whose counters are on the device; ``options`` are those of ``compile``."""
     mode = spmd.DataParallel(offload_policy=offload_policy)
     fused = AdamW(model.parameters(), fused=True)
-    return partial(spmd.compile(train_step, parallel_mode=mode, **options), model, fused)
+    return spelling.bind(spmd.compile(spelling.step, parallel_mode=mode, **options), model, fused)
 
 
-SYSTEMS: dict[str, Callable[[Any], TrainStep]] = {
+SYSTEMS: dict[str, Callable[[Any, Spelling], TrainStep]] = {
     "eager": eager,
     "torch.compile, fused AdamW": compiled,
     "torch.compile, CUDA graphs, fused AdamW": reduce_overhead,
@@ -157,6 +160,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=[each.name for each in WORKLOADS])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
     parser.add_argument("--systems", nargs="+", default=[*SYSTEMS])
+    parser.add_argument("--clears", nargs="+", choices=CLEARS, default=["last", "first"], help="gradients")
     parser.add_argument("--seconds", type=float, default=540, help="begin nothing after these")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
     return parser.parse_args(arguments)
@@ -188,15 +192,15 @@ def tests(day: Day, options: argparse.Namespace, console: Console) -> None:
 
 
 def steps(day: Day, options: argparse.Namespace, console: Console) -> None:
-    """Race all systems on each model, in each dtype."""
+    """Race all systems on each model, in each dtype and spelling."""
     torch.set_float32_matmul_precision("high")
     chosen = [SMOKE] if day.smoke else [each for each in WORKLOADS if each.name in options.models]
-    for workload in chosen:
-        for dtype in options.dtypes:
-            if time.monotonic() < day.end:
-                rows = race(day, workload, dtype, {name: SYSTEMS[name] for name in options.systems})
-                day.found.setdefault("steps", {})[f"{workload.name} {dtype}"] = [asdict(row) for row in rows]
-                console.print(table(f"{workload.name}, {dtype}", rows))
+    for workload, dtype, clears in itertools.product(chosen, options.dtypes, options.clears):
+        if time.monotonic() < day.end:
+            systems = {name: partial(SYSTEMS[name], spelling=CLEARS[clears]) for name in options.systems}
+            rows, name = race(day, workload, dtype, systems), f"{workload.name} {dtype}, cleared {clears}"
+            day.found.setdefault("steps", {})[name] = [asdict(row) for row in rows]
+            console.print(table(name, rows))
 
 
 def race(day: Day, workload: Workload, dtype: str, systems: dict[str, Callable[[Any], TrainStep]]) -> list[Row]:
@@ -277,7 +281,7 @@ def estimates(day: Day, options: argparse.Namespace, console: Console) -> None:
             train, batches = ours(model), RandomBatches(workload, 1, 0, 1, day.device)
             for _ in range(3):
                 train(*batches.draw())
-            program = train.func.program  # type: ignore[attr-defined]
+            program = train.step.program
             found = passes.estimate(program)
             took, name = note(day, Row("spmd"), partial(_next, train, batches)) / 1000, f"{workload.name} {dtype}"
             figures = {"estimated": found and found.seconds, "measured": took}

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 from torch.optim import AdamW
 
 import spmd
-from benchmarks.peers.models import train_step
+from benchmarks.peers.spellings import train_step
 from examples.gpt import GPT, Config
 from passes.page.render import render
 from spmd.cli.dump_folder import files_in, program_folder

@@ -53,8 +53,8 @@ from torch.utils._pytree import tree_leaves
 import spmd
 from examples.gpt import GPT, Config
 
-from .peers.models import train_step
 from .peers.network import Network, NoNetworkError, connect
+from .peers.spellings import train_step
 
 FIRST, RANKS = 3, 2  # steps whose losses are compared
 ALONE, AT_ONCE, TORCH = "one rank", "one rank, twice at once", "torch, Schedule1F1B"

@@ -68,11 +68,11 @@ def test_roles_are_raced_beside_one_rank(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_gpu_day_runs_without_a_gpu(tmp_path: Path) -> None:
     own = ["--systems", "eager", "spmd", "spmd, CUDA graphs", "--dtypes", "fp32"]
-    own += ["--parts", "steps", "stages"]
+    own += ["--parts", "steps", "stages", "--clears", "first"]
     run = programs.run(["-m", "benchmarks.gpu_day", "--smoke", "--out", tmp_path / "day", *own])
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "day.json").read_text())
-    rows = found["steps"]["smoke fp32"]
+    rows = found["steps"]["smoke fp32, cleared first"]
     assert [row["system"] for row in rows] == own[1:4] and not any(row["failed"] for row in rows)
     assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
     assert [(row["schedule"], row["failed"]) for row in found["stages"]] == [("1f1b", "")]
@@ -112,12 +112,14 @@ def test_estimates_stand_beside_measured_steps(tmp_path: Path) -> None:
     assert "matmul float32 64" in found["compute"] and "ratio" in run.stdout
 
 
-@pytest.mark.parametrize("systems", [
-    ["DDP", "FSDP2 per block, fused AdamW", "spmd, replicate"],
-    pytest.param(["*"], marks=pytest.mark.exhaustive),
-], ids=["some", "all"])  # fmt: skip
-def test_peers_measures_systems(systems: list[str], tmp_path: Path) -> None:
-    run = programs.run(["-m", "benchmarks.peers", "--smoke", "--systems", *systems, "--json", tmp_path / "out"])
+@pytest.mark.parametrize(("clears", "systems"), [
+    ("kept", ["DDP", "FSDP2 per block, fused AdamW", "spmd, replicate"]),
+    pytest.param("last", ["*"], marks=pytest.mark.exhaustive),
+    pytest.param("first", ["*"], marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_peers_measures_systems(clears: str, systems: list[str], tmp_path: Path) -> None:
+    options = ["--smoke", "--clears", clears, "--systems", *systems]
+    run = programs.run(["-m", "benchmarks.peers", *options, "--json", tmp_path / "out"])
     assert run.returncode == 0, run.stdout + run.stderr
     (race,) = json.loads((tmp_path / "out").read_text())["races"]
     found = {each["system"]: each for each in race["systems"]}
@@ -147,12 +149,16 @@ def test_auto_is_raced_beside_all_styles(tmp_path: Path) -> None:
 def test_resident_memory_is_that_of_a_whole_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--smoke", "--systems", "spmd, replicate", "--steps", "2", "--json", str(tmp_path / "out")]
-    monkeypatch.setattr("sys.argv", ["", *options])
+    options = ["--smoke", "--systems", "spmd, replicate", "--clears", "first", "--steps", "2"]
+    monkeypatch.setattr("sys.argv", ["", *options, "--json", str(tmp_path / "out")])
     resident.main()
-    (found,) = json.loads((tmp_path / "out").read_text())
-    assert found["peak"] >= found["later"] > found["planned"] > 0 and found["idle"] > 100e6
-    assert found["system"] in capsys.readouterr().out and found["shared"] > 0
+    (found,) = json.loads((tmp_path / "out").read_text())["first"]
+    parameters = sum(each.nbytes for each in build(SMOKE, torch.device("cpu")).parameters())
+    figures = found["bytes"]
+    assert figures["PSS"] >= figures["later"] > figures["planned"] > figures["parameters"] == parameters
+    assert figures["gradients"] == parameters and 2 * parameters <= figures["optimizer"] < 3 * parameters
+    assert figures["rest"] == figures["later"] - figures["planned"] and figures["VmHWM"] > 0 < figures["idle"]
+    assert found["system"] in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("alone")

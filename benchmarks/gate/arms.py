@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..peers.spellings import CLEARS
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("spmd", "passes")
-CLEARS = ("last", "first")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Arm:
     style: str = "fully_shard"
     mode: dict[str, Any] = field(default_factory=dict)
     compile: dict[str, Any] = field(default_factory=dict)
-    clears: tuple[str, ...] = CLEARS
+    clears: tuple[str, ...] = ("last", "first")
     slower: float = 0.0
 
 
@@ -48,7 +49,7 @@ def arm(name: str, text: str) -> Arm:
     parser.add_argument("--mode", nargs="+", default=[], type=_option, help="its options, as name=value")
     parser.add_argument("--compile", nargs="+", default=[], type=_option, help="of spmd.compile, as name=value")
     parser.add_argument("--system", default="", help="instead, one that benchmarks.peers races, by name")
-    parser.add_argument("--clears", nargs="+", choices=CLEARS, default=CLEARS, help="gradients, by default both")
+    parser.add_argument("--clears", nargs="+", choices=CLEARS, default=Arm.clears, help="gradients (last first)")
     parser.add_argument("--slower", type=float, default=0.0, metavar="SHARE", help="plant busy work: 0.03 is 3%%")
     found = parser.parse_args(shlex.split(text))
     return Arm(

@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..peers.memory import status
-from ..peers.models import Workload, train_step
+from ..peers.models import Workload
 from ..peers.network import Network
+from ..peers.spellings import CLEARS, LAST, Spelling, TrainStep
 from ..peers.team import bind_core
 from .arms import PACKAGES, Arm
-
-TrainStep = Callable[[Tensor, Tensor], Tensor]
 
 
 class Span(NamedTuple):
@@ -59,18 +57,6 @@ class ArmSpec:
     def start(self) -> ArmRank:
         """The process that executes orders."""
         return ArmRank(self)
-
-
-def clears_first(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """The train step that leaves its gradients behind."""
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-SPELLINGS = {"last": train_step, "first": clears_first}
 
 
 class ArmRank:
@@ -109,26 +95,20 @@ class ArmRank:
 
         arm = self.spec.arm
         if not arm.system:
-            return System(f"spmd, {arm.style}", SHARD, functools.partial(self._compiled, train_step), ours=True)
+            return System(f"spmd, {arm.style}", SHARD, self._compiled, ours=True)
         found = next((each for each in SYSTEMS if each.name == arm.system), None)
         if found is None:
             raise ValueError(f"--system {arm.system!r} is none of: {'; '.join(each.name for each in SYSTEMS)}")
         return found
 
-    def _compiled(self, step: Any, model: nn.Module, **options: Any) -> TrainStep:
+    def _compiled(self, model: nn.Module, spelling: Spelling = LAST, **options: Any) -> TrainStep:
         """A step by spmd with default options, but for those of the arm."""
         import spmd
 
         arm = self.spec.arm
         mode = spmd.DataParallel(arm.style, **arm.mode)  # type: ignore[arg-type]
-        compiled = spmd.compile(parallel_mode=mode, **arm.compile, **options)(step)
-        return functools.partial(compiled, model, torch.optim.AdamW(model.parameters()))
-
-    def _make(self, clears: str, model: nn.Module, **options: Any) -> TrainStep:
-        if not self.spec.arm.system:
-            return self._compiled(SPELLINGS[clears], model, **options)
-        made = self.process.spec.system.make(model)  # binds a step to a model and an optimizer
-        return functools.partial(made.func if clears == "last" else SPELLINGS[clears], *made.args)
+        compiled = spmd.compile(parallel_mode=mode, **arm.compile, **options)(spelling.step)
+        return spelling.bind(compiled, model, torch.optim.AdamW(model.parameters()))
 
     def warm_call(self, clears: str) -> Span:
         """The first call of a step that the arm's cache has, unless this is the run that fills it."""
@@ -141,18 +121,21 @@ class ArmRank:
         return span
 
     def _first_call(self, clears: str, **options: Any) -> Span:
-        self.process.build(functools.partial(self._make, clears, **options))
+        own, spelling = not self.spec.arm.system, CLEARS[clears]
+        make = functools.partial(self._compiled, **options) if own else self.process.spec.system.make
+        self.process.build(lambda model: make(model, spelling))
         call = functools.partial(self.process.step, *self.process.batches.draw())
         return measured(call, self.spec.arm.slower)
 
     def lap(self, clears: str, steps: int) -> Lap:
-        """Some steps of a spelling, which all ranks start together."""
+        """Some steps of a spelling, each with the calls of an update, which all ranks start together."""
         step, draw, walls = self.steps[clears], self.process.batches.draw, []
         self.process.start_together()
         cpu = time.process_time()
         for _ in range(steps):
             start = time.perf_counter()
-            step(*draw())
+            for _ in range(CLEARS[clears].calls):
+                step(*draw())
             walls.append(time.perf_counter() - start)
         return Lap(walls, (time.process_time() - cpu) / steps)
 

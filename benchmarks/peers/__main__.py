@@ -4,7 +4,9 @@
 
 The losses of every system are first compared with those of the whole batch on one device; a system that differs fails.
 Then all take their rounds in turn. A time is the median over rounds, and that of the slowest rank in a round. Each rank
-has one core; a network given as a rate connects two hosts that are made for the run.
+has one core; a network given as a rate connects two hosts that are made for the run. spmd has its default options. The
+step has three spellings: gradients are cleared last, first (they outlive the call), or kept for two calls, of which the
+second updates.
 
 ms/step                the median time of a step
 min - max              of all rounds
@@ -39,6 +41,7 @@ from rich.console import Console
 from .models import SMOKE, WORKLOADS, Workload
 from .network import Network, NoNetworkError, connect
 from .race import Pace, race
+from .spellings import CLEARS
 from .systems import SYSTEMS, System
 from .table import exposing, plain, spending, table
 
@@ -79,6 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--networks", nargs="+", default=["loopback", "2gbit"], help="loopback, or rates of a link")
     parser.add_argument("--models", nargs="+", choices=names, default=names, help="by default all")
     parser.add_argument("--systems", nargs="+", default=["*"], metavar="PATTERN", help="by name: 'DDP*' 'spmd*'")
+    parser.add_argument("--clears", nargs="+", choices=CLEARS, default=[*CLEARS], help="gradients, by default all")
     parser.add_argument("--exposed", action="store_true", help="also run spmd with stand-ins for its collectives")
     parser.add_argument("--rounds", type=int, default=Pace.rounds, help="of each system (%(default)s)")
     parser.add_argument("--steps", type=int, default=Pace.steps, help="of each system in a round (%(default)s)")
@@ -122,16 +126,22 @@ def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for name in options.networks:
         try:
             with connect(name) as network:
-                races += [run_race(options, network, workload, folder) for workload in options.workloads]
+                races += [
+                    run_race(options, network, workload, clears, folder)
+                    for workload in options.workloads
+                    for clears in options.clears
+                ]
         except NoNetworkError as missing:
             CONSOLE.print(f"skipped {name}: {missing}")
     return races
 
 
-def run_race(options: argparse.Namespace, network: Network, workload: Workload, folder: Path) -> dict[str, Any]:
+def run_race(
+    options: argparse.Namespace, network: Network, workload: Workload, clears: str, folder: Path
+) -> dict[str, Any]:
     """Run one race, print its tables and return it as plain data."""
-    batch = f"{workload.batch} x {workload.config.context}"
-    title = f"{workload.name} on {network.name}: {options.ranks} ranks, a batch of {batch} each"
+    batch = f"{options.ranks} ranks, a batch of {workload.batch} x {workload.config.context} each"
+    title = f"{workload.name} on {network.name}: {batch}, gradients cleared {clears}"
     with CONSOLE.status(title) as status, tempfile.TemporaryDirectory(dir=folder) as stores:
         results = race(
             workload,
@@ -142,6 +152,7 @@ def run_race(options: argparse.Namespace, network: Network, workload: Workload, 
             device=options.device,
             folder=Path(stores),
             cold=options.cold,
+            clears=clears,
             report=lambda what: status.update(f"{title}: {what}"),
         )
     CONSOLE.print(table(title, results, counts_wire=options.device == "cpu"))
@@ -152,7 +163,7 @@ def run_race(options: argparse.Namespace, network: Network, workload: Workload, 
     busy = os.getloadavg()[0]
     if busy > os.cpu_count() + 1:
         CONSOLE.print(f"this machine is busy (load {busy:.0f} on {os.cpu_count()} cores): these times are not reliable")
-    return {"network": network.name, "model": workload.name, "load": busy, "systems": plain(results)}
+    return {"network": network.name, "model": workload.name, "clears": clears, "load": busy, "systems": plain(results)}
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,3 +82,15 @@ def status(field: str) -> int:
     """A line of /proc/self/status, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
+
+
+def pss(process: int | str = "self") -> int:
+    """The resident bytes of a process, in which a page that n processes map counts as an n-th."""
+    rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
+    return int(rollup.split("Pss:")[1].split()[0]) * 1024
+
+
+def held(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of this rank's parts."""
+    parts = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if each is not None]
+    return sum(each.nbytes for each in parts)

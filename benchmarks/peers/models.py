@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from examples.gpt import GPT, Config
 
@@ -41,15 +40,6 @@ def build(workload: Workload, device: torch.device) -> Model:
     """The model, with the same weights in every process."""
     torch.manual_seed(0)
     return workload.model(workload.config).to(device)
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """The train step of all systems, as in ``examples/train_gpt.py``, which is a script with imports of its own."""
-    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 @dataclass

@@ -68,17 +68,21 @@ def race(
     device: str,
     folder: Path,
     cold: bool,
+    clears: str = "last",
     report: Callable[[str], None],
 ) -> list[Result]:
     """Run a race; returns a result for each system. ``folder`` is for the file stores of the process groups.
 
-    ``cold``: Inductor finds nothing in its cache.
+    ``cold``: Inductor finds nothing in its cache. ``clears``: when steps clear their gradients.
     """
 
     def specs(system: System, parts: int) -> list[RankSpec]:
         name = re.sub(r"\W+", "-", system.name)  # compilers take no commas in paths
         store, cache = str(folder / f"store-{name}"), str(folder / f"cache-{name}") if cold else ""
-        return [RankSpec(system, workload, network, rank, ranks, parts, device, store, cache) for rank in range(parts)]
+        return [
+            RankSpec(system, workload, network, rank, ranks, parts, device, store, cache, clears)
+            for rank in range(parts)
+        ]
 
     start = time.perf_counter()
     everyone = {REFERENCE.name: specs(REFERENCE, 1)} | {system.name: specs(system, ranks) for system in systems}

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from . import memory, wire
 from .models import Model, RandomBatches, Workload, build
 from .network import Network
+from .spellings import CLEARS, TrainStep
 from .spent import Spent, copying, spent
-from .systems import System, TrainStep
+from .systems import System
 from .team import bind_core
 
 _IN_FLIGHT = 0.3  # seconds in which what another system has sent after its last step has arrived
@@ -35,6 +36,7 @@ class RankSpec:
     device: str
     store: str  # the file store of the process group
     cache: str = ""  # the folder of Inductor's cache; empty for the one that it has by default
+    clears: str = "last"  # when steps clear gradients
 
     def start(self) -> RankProcess:
         """The process that executes orders."""
@@ -69,7 +71,7 @@ class RankProcess:
     def prepare(self, steps: int) -> FirstSteps:
         """Join the group, build the system and run the first ``steps``, in which it compiles."""
         self.join()
-        self.build(self.spec.system.make)
+        self.build(lambda model: self.spec.system.make(model, CLEARS[self.spec.clears]))
         start = time.perf_counter()
         losses = [self._step().item() for _ in range(steps)]
         return FirstSteps(losses, time.perf_counter() - start)
@@ -109,9 +111,10 @@ class RankProcess:
         self._barrier()
 
     def peak(self) -> int:
-        """Peak memory of a step, in bytes."""
+        """Peak memory of the steps of an update, in bytes."""
         self._barrier()
-        return memory.peak(self._step, self.device)
+        calls = CLEARS[self.spec.clears].calls
+        return memory.peak(lambda: [self._step() for _ in range(calls)], self.device)
 
     def copies(self) -> float:
         """Seconds of a step in ops that copy; 0 on a GPU, whose kernels overlap."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,10 +20,9 @@ from torch.optim import AdamW
 
 import spmd
 
-from .models import Model, train_step
+from .models import Model
+from .spellings import LAST, Spelling, TrainStep
 from .stand_ins import with_stand_ins
-
-TrainStep = Callable[[Tensor, Tensor], Tensor]
 
 FLOOR, REPLICATE, SHARD, KEEP = "no communication", "replicate", "fully_shard", "fully_shard, kept whole"
 STAND_INS = "local stand-ins"
@@ -31,14 +30,14 @@ STAND_INS = "local stand-ins"
 
 @dataclass(frozen=True)
 class System:
-    """A line of the table. ``make`` makes the train step from this process's copy of the model.
+    """A line of the table. ``make`` makes the train step, in a spelling, from this process's copy of the model.
 
     ``stands_for``: the system whose program this one runs with stand-ins for its collectives.
     """
 
     name: str
     family: str
-    make: Callable[[Model], TrainStep]
+    make: Callable[[Model, Spelling], TrainStep]
     ours: bool = False
     needs_compiler: bool = False  # on the CPU, torch.compile calls a C++ compiler
     stands_for: str = ""
@@ -59,34 +58,36 @@ class System:
         return System(f"{self.name}, local stand-ins", STAND_INS, make, ours=True, stands_for=self.name)
 
 
-def eager(model: Model) -> TrainStep:
+def eager(model: Model, spelling: Spelling = LAST) -> TrainStep:
     """The plain step."""
-    return functools.partial(train_step, model, AdamW(model.parameters()))
+    return spelling.bind(spelling.step, model, AdamW(model.parameters()))
 
 
-def compiled(model: Model) -> TrainStep:
+def compiled(model: Model, spelling: Spelling = LAST) -> TrainStep:
     """Forward and backward by ``torch.compile``."""
-    return functools.partial(train_step, torch.compile(model), AdamW(model.parameters(), fused=True))
+    return spelling.bind(spelling.step, torch.compile(model), AdamW(model.parameters(), fused=True))
 
 
-def ddp(model: Model) -> TrainStep:
+def ddp(model: Model, spelling: Spelling = LAST) -> TrainStep:
     """DDP with its default options."""
-    return functools.partial(train_step, DistributedDataParallel(model), AdamW(model.parameters()))
+    return spelling.bind(spelling.step, DistributedDataParallel(model), AdamW(model.parameters()))
 
 
-def tuned_ddp(model: Model) -> TrainStep:
+def tuned_ddp(model: Model, spelling: Spelling = LAST) -> TrainStep:
     """DDP with the options that avoid copies and the search for unused parameters."""
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    return functools.partial(train_step, replica, AdamW(model.parameters(), fused=True))
+    return spelling.bind(spelling.step, replica, AdamW(model.parameters(), fused=True))
 
 
-def compiled_ddp(model: Model) -> TrainStep:
+def compiled_ddp(model: Model, spelling: Spelling = LAST) -> TrainStep:
     """DDP around a compiled model, which torch splits at the ends of buckets."""
     replica: nn.Module = torch.compile(DistributedDataParallel(model, gradient_as_bucket_view=True))
-    return functools.partial(train_step, replica, AdamW(model.parameters(), fused=True))
+    return spelling.bind(spelling.step, replica, AdamW(model.parameters(), fused=True))
 
 
-def fsdp(model: Model, *, compile_blocks: bool = False, reshard: bool | None = None) -> TrainStep:
+def fsdp(
+    model: Model, spelling: Spelling = LAST, *, compile_blocks: bool = False, reshard: bool | None = None
+) -> TrainStep:
     """FSDP2: each block is gathered and reduced on its own, the rest with the root. ``reshard``: after forward."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (torch.distributed.get_world_size(),))
     for block in model.blocks:
@@ -94,11 +95,12 @@ def fsdp(model: Model, *, compile_blocks: bool = False, reshard: bool | None = N
             block.compile()
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    return functools.partial(train_step, model, AdamW(model.parameters(), fused=True))
+    return spelling.bind(spelling.step, model, AdamW(model.parameters(), fused=True))
 
 
 def ours(
     model: Model,
+    spelling: Spelling = LAST,
     *,
     gm_transformation: Callable[[Any], Any] | None = None,
     backend: Literal["aten", "inductor"] = "aten",
@@ -106,8 +108,8 @@ def ours(
 ) -> TrainStep:
     """spmd: the whole step as one program. ``options`` are those of ``DataParallel``."""
     mode = spmd.DataParallel(**options)
-    step = spmd.compile(None, gm_transformation, mode, backend=backend, keep_freed_memory=True)(train_step)
-    return functools.partial(step, model, AdamW(model.parameters()))
+    step = spmd.compile(None, gm_transformation, mode, backend=backend)(spelling.step)
+    return spelling.bind(step, model, AdamW(model.parameters()))
 
 
 SYSTEMS = (
