@@ -12,7 +12,7 @@ cgroup       the most that the kernel charged a control group of the ranks for, 
              empty where no group can be made
 later        PSS after the last step, of which:
 parameters, gradients, optimizer    this rank's parts
-planned      the peak of the values of a step, these included, as the report of spmd plans it
+planned      the peak of the values of a step, these and what other ranks read included, as the report of spmd plans it
 rest         what is in ``later`` beside the plan (of peers, beside the three): what compiling left behind, and free
              memory that malloc keeps
 idle         PSS of the idle rank
@@ -179,7 +179,7 @@ def in_use(step: BoundStep) -> dict[str, int]:
     states = [value for state in step.optimizer.state.values() for value in state.values()]
     kinds = (parameters, [each.grad for each in parameters], [each for each in states if isinstance(each, Tensor)])
     report = getattr(step.step, "report", None)
-    planned = report().memory["cpu"].peak if report is not None else 0
+    planned = sum(each.peak for each in report().memory.values()) if report is not None else 0
     return {name: held(each) for name, each in zip(KINDS, kinds, strict=True)} | {"planned": planned}
 
 

@@ -54,6 +54,27 @@ def storages(graph: fx.Graph, known: Mapping[fx.Node, Storages] | None = None) -
     return found
 
 
+def of_each_result(graph: fx.Graph) -> dict[fx.Node, Storages]:
+    """For results that are taken out of a tuple, the memory of each by itself, where they share it with nothing.
+
+    ``storages`` names it by the op, as what allocates it; given these, it names it by the first node that takes it.
+    """
+    known: dict[fx.Node, Storages] = {}
+    results: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        if _makes_several(node.args[0]):
+            known[node] = frozenset({results.setdefault(node.args, node)})
+    return known
+
+
+def _makes_several(made: Any) -> bool:
+    """Whether ``made`` is an op whose results, several tensors, share memory with nothing."""
+    if not isinstance(made, fx.Node) or not has(made.target, Trait.DECLARED) or is_view(made):
+        return False
+    op: Any = made.target
+    return not any(each.shared for each in schema(op).arguments)
+
+
 def _parts_of(placeholder: fx.Node) -> list[fx.Node]:
     """The nodes that show the parts of a flat input, if it is split once."""
     splits = [user for user in placeholder.users if user.target is torch.ops.aten.split_with_sizes.default]

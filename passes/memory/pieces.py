@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..analysis.aliases import Storages, is_view, last_reads, storages
+from ..analysis.aliases import Storages, last_reads, of_each_result, storages
 from ..analysis.strides import Layouts
 from ..communication.published import read_by_all, read_by_peers
 from ..ir.collectives import is_shared
 from ..ir.ops import Trait, has
-from ..ir.schemas import schema
 from ..runtime.arena import extent, reserve, view_at, whole
 
 aten = torch.ops.aten
@@ -146,14 +145,11 @@ def _bytes(node: fx.Node) -> int:
 
 def _of_their_own(graph: fx.Graph, layouts: Layouts) -> dict[fx.Node, Storages]:
     """The nodes that have memory of their own: views of an arena, copies, and each result of an op with several."""
-    known: dict[fx.Node, Storages] = {}
-    results: dict[Any, fx.Node] = {}
+    known = of_each_result(graph)
     for node in graph.nodes:
         copied = has(node.target, Trait.COMPOSITE) and copies(node, layouts)
         if node.target is view_at or copied:
             known[node] = frozenset({node})
-        elif node.target is operator.getitem and _makes_several(node.args[0]):
-            known[node] = frozenset({results.setdefault(node.args, node)})
     return known
 
 
@@ -165,14 +161,6 @@ def copies(node: fx.Node, layouts: Layouts) -> bool:
     if has(node.target, Trait.RESHAPES):
         return not layouts.is_viewable(source, node.meta["val"].shape)
     return not layouts.have_same_layout(source, node)
-
-
-def _makes_several(made: Any) -> bool:
-    """Whether ``made`` is an op whose results, several tensors, share memory with nothing."""
-    if not isinstance(made, fx.Node) or not has(made.target, Trait.DECLARED) or is_view(made):
-        return False
-    op: Any = made.target
-    return not any(each.shared for each in schema(op).arguments)
 
 
 def origin_of(node: fx.Node) -> fx.Node:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..analysis.agreed_sizes import most_bytes
-from ..analysis.aliases import escaping, last_reads, storages
+from ..analysis.aliases import escaping, last_reads, of_each_result, storages
 from ..base import Numerics, Pass
 from ..communication.published import reduce_in_place
 from ..communication.realise import Realise
@@ -53,7 +53,7 @@ class _Readers:
     def __init__(self, program: Program) -> None:
         graph = program.graph
         self.position = {node: k for k, node in enumerate(graph.nodes)}
-        self.found = storages(graph)
+        self.found = storages(graph, of_each_result(graph))
         self.last, self.escaping = last_reads(graph, self.found), escaping(graph, self.found, program.living_on())
 
     def allow(self, start: fx.Node) -> bool:

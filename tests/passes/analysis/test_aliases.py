@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from passes.analysis.aliases import escaping, last_reads, storages
+from passes.analysis.aliases import escaping, last_reads, of_each_result, storages
 from passes.ir.collectives import WAIT, c10d
 
 from ..programs import f64, make_program
@@ -33,6 +33,17 @@ def test_what_may_be_a_view_counts_as_both() -> None:
     assert shared_with(lambda x: aten.reshape.default(x, [16])) == {"x", "own"}
     assert shared_with(lambda x: aten.contiguous.default(x)) == {"x", "own"}
     assert shared_with(lambda x: torch.nn.functional.relu(x)) == {"x", "own"}, "Python code may return anything"
+
+
+def test_each_result_of_an_op_has_memory_of_its_own_unless_it_may_lie_in_an_argument() -> None:
+    def results(op: Any) -> list[set[str]]:
+        program = make_program(lambda x: (lambda made: (made[0], made[1], aten.t.default(made[0])))(op(x)), x=f64(4, 4))
+        found = storages(program.graph, of_each_result(program.graph))
+        return [{storage.name for storage in found[each]} for each in program.output_values()]
+
+    one, other, view = results(lambda x: aten.max.dim(x, 0, True))
+    assert len(one) == len(other) == 1 and one != other and view == one
+    assert results(lambda x: aten.split.Tensor(x, 2)) == [{"x"}] * 3
 
 
 def test_a_wait_returns_the_memory_of_its_collective() -> None:

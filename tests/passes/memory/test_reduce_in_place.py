@@ -68,6 +68,25 @@ def test_a_gradient_takes_its_memory_once(ranks: int) -> None:
     assert GRADIENT <= bytes_of(after) < 1.1 * GRADIENT and bytes_of(planned(before)) >= 2 * GRADIENT
 
 
+def of_a_norm(x: Any) -> tuple[Any, ...]:
+    """Three gradients of one op: two are reduced, and the third is read later."""
+    weight, statistic = aten.exp.default(aten.sum.dim_IntList(x, [0])), aten.sum.dim_IntList(x, [1], True)
+    mask = [True, True, True]
+    found = aten.native_layer_norm_backward.default(
+        x, aten.exp.default(x), [4], statistic, statistic, weight, weight, mask
+    )
+    both = [aten.reshape.default(each, [-1]) for each in (found[1], found[2], aten.sin.default(x))]
+    reduced = all_reduce(aten.cat.default(both))
+    return aten.sum.default(reduced), aten.sum.default(found[0])
+
+
+def test_other_results_of_the_op_may_be_read_later() -> None:
+    before = shared(of_a_norm)
+    after = planned(before, ANY)
+    assert are_in_place(after) == [True]
+    assert_same_bits(before, after)
+
+
 @pytest.mark.parametrize("step", [read_later, returned])
 def test_others_are_read_whole(step: Callable[..., Any]) -> None:
     before = shared(step)

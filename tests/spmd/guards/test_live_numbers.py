@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import symbolic_shapes
 from torch.nn import functional as F
 
 import spmd
+from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
@@ -463,3 +465,25 @@ def test_arrays_that_are_computed_from_a_number_have_its_value(step: Any) -> Non
         scaled, table = compiled(holder, x)
         assert torch.equal(scaled, x * value)
         assert np.array_equal(holder.table if table is None else table, np.arange(3.0) * value)
+
+
+def test_conditions_on_numbers_load_no_compiler_of_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the stacks in messages of its own, which nobody sees here, torch would import Inductor and its exporter."""
+    monkeypatch.setattr(symbolic_shapes, "uninteresting_files", lambda: pytest.fail("it asks for a stack"))
+    model = nn.Linear(2, 2).to(FLOAT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @spmd.compile(parallel_mode=spmd.DataParallel())
+    def step(model: nn.Module, x: Tensor, k: int) -> Tensor:
+        loss = branches(model(x).square().sum(), x, k, 0.5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with fake_world(1):
+        for k in range(4):
+            step(model, torch.ones(2, 2, dtype=FLOAT), k)
+        optimizer.param_groups[0]["lr"] = 0.2
+        step(model, torch.ones(2, 2, dtype=FLOAT), 4)
+    assert len(step.recompiles()) > 1
