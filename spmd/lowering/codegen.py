@@ -216,9 +216,15 @@ def _closed(*state: torch.Tensor) -> Halves:
 
 
 def is_fixed(node: fx.Node, declared: Input) -> bool:
-    """Whether an input is a tensor that outlives a call."""
-    outlives = declared.role.is_state or declared.role in _KEPT or bool(declared.numbers)
-    return outlives and isinstance(node.meta.get("val"), torch.Tensor)
+    """Whether an input is a tensor that outlives a call, and is the same at each call.
+
+    A gradient is another tensor after each call that made one where there was none: a program that is bound to it would
+    be bound anew at each update. On a GPU it counts as one that stays, for graphs that are captured with it.
+    """
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or (declared.role is Role.GRADIENT and val.device.type == "cpu"):
+        return False
+    return declared.role.is_state or declared.role in _KEPT or bool(declared.numbers)
 
 
 def is_taken(node: fx.Node, declared: Input) -> bool:
@@ -230,7 +236,7 @@ def is_taken(node: fx.Node, declared: Input) -> bool:
 
 
 class _Writer:
-    """Writes the three functions, node by node. ``written``: the positions of the state that ``update`` writes to."""
+    """Writes the three functions, node by node. ``written``: the positions of the inputs that ``update`` writes to."""
 
     def __init__(
         self,
@@ -273,7 +279,7 @@ class _Writer:
         writes = writes_to_inputs(self.program)
         first: Any = next(iter(writes), None)
         to = set(chain.from_iterable(writes.values()))
-        self.written = [k for k, node in enumerate(self.program.placeholders) if node in to & self.fixed]
+        self.written = [k for k, node in enumerate(self.program.placeholders) if node in to]
         self._detach()
         self.each_call += [f"{self.names[node]} = {self.names[node]}.pop()" for node in self.taken]
         for node in self.program.graph.nodes:

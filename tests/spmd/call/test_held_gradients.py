@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 import spmd
+from spmd.lowering import codegen
 from tests.harness.cases import MLP
 from tests.harness.oracle import differences
 from tests.harness.pool import Ranks
@@ -160,3 +162,32 @@ def test_a_gradient_lies_where_that_of_the_call_before_lay_unless_others_may_see
     for found, shared in ranks.run(2, addresses, MODES[mode]):
         assert found == [[False] * 10, *[[True] * 10] * 2, [False, *[True] * 9], *[[True] * 10] * 2]
         assert shared == [False] * 10
+
+
+def accumulates(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, update: bool) -> Tensor:
+    """Adds to gradients, until a call updates and clears."""
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    if update:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+def bound_in_each_update(rank: int, world: int, style: Any, calls: int) -> list[bool]:
+    """Whether a program is bound to its state anew in each of five updates."""
+    case, bound = MLP(), list[bool]()
+    model, optimizer = case.build()
+    step = spmd.compile(accumulates, parallel_mode=spmd.DataParallel(style))
+    for _ in range(5):
+        with mock.patch.object(codegen, "_check_aligned", wraps=codegen._check_aligned) as check:
+            for k in range(calls):
+                step(model, optimizer, *case.part(rank, k), update=k == calls - 1)
+        bound.append(check.called)
+    return bound
+
+
+@pytest.mark.parametrize(("style", "calls"), [("replicate", 3), ("fully_shard", 2)])
+def test_programs_that_add_to_gradients_are_bound_once(ranks: Ranks, style: str, calls: int) -> None:
+    for bound in ranks.run(2, bound_in_each_update, style, calls):
+        assert bound[2:] == [False] * 3  # the first ones are compiled, and then come to share an arena
