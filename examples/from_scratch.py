@@ -92,7 +92,8 @@ def letters(node: fx.Node) -> tuple[list[str], str]:
         return given.split(","), result
     if node.target in (aten.sum.default, aten.sum.dim_IntList):
         given = "abcdefg"[: node.all_input_nodes[0].meta["val"].ndim]
-        summed = node.args[1] if len(node.args) > 1 else range(len(given))
+        dims = node.args[1] if len(node.args) > 1 else None
+        summed = {dim % len(given) for dim in dims or range(len(given))}
         kept = "z" if len(node.args) > 2 and node.args[2] else ""  # dims of size 1 are no letters that ranks divide
         return [given], "".join(kept if dim in summed else letter for dim, letter in enumerate(given))
     if node.target in ELEMENTWISE:
