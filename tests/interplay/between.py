@@ -99,7 +99,8 @@ def _raise(*_: Any) -> None:
 
 def in_another_style(values: Mapping[str, str]) -> Row:
     """The plainest row that trains the same on the same mesh in another style."""
-    kept = ("mesh", "micro_batches", "schedule", "transport", "model", "op", "loss", "optimizer", "clears", "rows")
+    kept = ("mesh", "micro_batches", "schedule", "transport", "cache", "model", "op", "loss", "optimizer")
+    kept += ("clears", "rows")
     row = {name: values[name] if name in kept else each[0] for name, each in DIMENSIONS.items()}
     rows = [row | {"style": style} for style in ("fully_shard", "replicate", "default") if style != values["style"]]
     return next(filter(is_possible, rows))
