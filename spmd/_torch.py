@@ -577,25 +577,6 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + held
 
 
-class WatchedMemory:
-    """The memory of a new tensor; ``is_free`` is asked at each call, so that what it compares with is kept here."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._storage = tensor.untyped_storage()
-        self._bytes, self._is_on_cpu = self._storage.nbytes(), tensor.device.type == "cpu"
-        self._users = self._count()
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody else refers to the memory, here or in another process, or has freed it or made it longer."""
-        is_whole = self._count() == self._users and self._storage.nbytes() == self._bytes
-        return is_whole and not (self._is_on_cpu and self._storage.is_shared())
-
-    def _count(self) -> int:
-        return int(torch._C._storage_Use_Count(self._storage._cdata)) + sys.getrefcount(self._storage)
-
-
 @functools.cache
 def _references_of_unheld_storage() -> int:
     tensor = torch.empty(1)

@@ -115,7 +115,7 @@ class ArmRank:
         return self._first_call(clears, cache=self.spec.cache)
 
     def first_call(self, clears: str) -> Span:
-        """The first call of a step, which compiles it; laps then run this step."""
+        """The first call of a step, or those of its first update, which compile it; laps then run this step."""
         span = self._first_call(clears)
         self.steps[clears] = slowed(self.process.step, self.spec.arm.slower)
         return span
@@ -124,8 +124,8 @@ class ArmRank:
         own, spelling = not self.spec.arm.system, CLEARS[clears]
         make = functools.partial(self._compiled, **options) if own else self.process.spec.system.make
         self.process.build(lambda model: make(model, spelling))
-        call = functools.partial(self.process.step, *self.process.batches.draw())
-        return measured(call, self.spec.arm.slower)
+        batches = [self.process.batches.draw() for _ in range(spelling.calls)]
+        return measured(lambda: [self.process.step(*each) for each in batches], self.spec.arm.slower)
 
     def lap(self, clears: str, steps: int) -> Lap:
         """Some steps of a spelling, each with the calls of an update, which all ranks start together."""

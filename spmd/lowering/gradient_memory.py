@@ -9,19 +9,35 @@ theirs from then on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .._torch import WatchedMemory, copy_each
+from .._torch import copy_each, storage_use_count
+
+
+@dataclass(frozen=True, eq=False)
+class _Memory:
+    """The memory of a gradient that lies ``layout``; nothing but this tensor refers to it while it is free."""
+
+    layout: Any
+    tensor: torch.Tensor
+    bytes: int
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody else refers to the memory, here or in another process, or has freed it or made it longer."""
+        is_sent = self.tensor.device.type == "cpu" and self.tensor.is_shared()
+        is_whole = self.tensor.untyped_storage().nbytes() == self.bytes
+        return storage_use_count(self.tensor) == 1 and is_whole and not is_sent
 
 
 class GradientMemory:
     """The memory of gradients, by parameter; the programs of a step share it."""
 
     def __init__(self) -> None:
-        # By the id of a parameter, and laid out so: that of one that is gone may be taken over.
-        self._kept: dict[int, tuple[Any, WatchedMemory]] = {}
+        self._kept: dict[int, _Memory] = {}  # by the id of a parameter: that of one that is gone may be taken over
 
     def filled(
         self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor], layouts: Sequence[Any]
@@ -32,11 +48,11 @@ class GradientMemory:
         return [each.detach() for each in memory]
 
     def _of(self, parameter: torch.Tensor, value: torch.Tensor, layout: Any) -> torch.Tensor:
-        laid_out, memory = self._kept.get(id(parameter), (None, None))
-        if memory is None or laid_out != layout or not memory.is_free:
-            memory = WatchedMemory(torch.empty_like(value))
-            self._kept[id(parameter)] = layout, memory
-        return memory.tensor
+        kept = self._kept.get(id(parameter))
+        if kept is None or kept.layout != layout or not kept.is_free:
+            tensor = torch.empty_like(value)
+            kept = self._kept[id(parameter)] = _Memory(layout, tensor, tensor.untyped_storage().nbytes())
+        return kept.tensor
 
     def release(self) -> None:
         """Let go of all memory; what parameters have stays theirs."""

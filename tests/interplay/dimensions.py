@@ -248,10 +248,5 @@ NOT_KEPT: dict[str, Excludes] = {
     "hooks on parameters": lambda row: _has(row, "model", "accumulation hook"),
     "logs": lambda row: _has(row, "model", "log"),
     "later programs of a step that keeps numbers": lambda row: _has(row, "model", "branch"),
-    "sizes of a trace that made the optimizer's state": lambda row: (
-        _has(row, "between", "checkpoint")
-        and _has(row, "clears", "each second", "each second, clipped")
-        and _has(row, "rows", "short third", "other length")
-    ),
     "state for what is not used": lambda row: _has(row, "model", "unused") and _lacks(row, "optimizer", "SGD"),
 }
