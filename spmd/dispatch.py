@@ -7,7 +7,7 @@ Ranks that would run different programs raise in the same call, all of them, sin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 from passes import RankFailedError, RankMismatchError
 
 from .annotations.no_sync import check_no_sync_is_inside
+from .answers.answer import Answers, begin_with, with_other
 from .call.call import Call
 from .call.compare_arguments import describe_shapes
 from .call.found import with_found
@@ -54,7 +55,8 @@ class Turn:
     ``compiled`` is the program that fits the call, and ``live`` what it runs on; both None while there is none.
     ``rows``: of the batch, where ranks brought unequal numbers of them.
     ``connection``: of the ranks that make this call together, None where there is one. ``is_distributing``: live state
-    is being made equal and split. ``made``: edits of state since the call before (``state/edits.py``).
+    is being made equal and split. ``made``: edits of state since the call before (``state/edits.py``). ``answers``: the
+    first values that the step asks for, as the call has shown them.
     """
 
     call: Call | None = None
@@ -64,6 +66,7 @@ class Turn:
     connection: Connection | None = None
     is_distributing: bool = False
     made: dict[int, int] = field(default_factory=dict)
+    answers: Answers = ()
 
     @property
     def state(self) -> StateIs:
@@ -260,24 +263,30 @@ class Dispatch:
             self._fit(turn, given)
 
     def _fit(self, turn: Turn, given: Arguments) -> None:
-        mode, uneven = self.options.mode, turn.rows.uneven if turn.rows else {}
+        uneven = turn.rows.uneven if turn.rows else {}
         check_no_sync_is_inside(self.name)
         check_is_sharded(given.modules.values())
-        turn.call, turn.compiled, turn.live = Call(given, mode, uneven), None, None
+        turn.call, turn.compiled, turn.live = self._call(turn, given, uneven), None, None
         for compiled in self.programs.by_last_run:
             admits = compiled.is_of_this_world() and compiled.is_connected() and compiled.uneven == uneven
-            admits = admits and not compiled.left
+            admits = admits and not compiled.left and begin_with(compiled.captured.answers, turn.answers)
             admitted = compiled.guards.admit(given) if admits else None
             if admitted is not None:
                 arguments, turn.live = admitted
-                turn.call = Call(arguments, mode, uneven) if arguments is not given else turn.call
+                turn.call = self._call(turn, arguments, uneven) if arguments is not given else turn.call
                 compiled.executable.commit.start(compiled.connection)
                 turn.compiled, turn.connection = compiled, compiled.connection
                 return
         arguments = with_found(self._function, given)
         check_is_sharded(arguments.modules.values())
-        turn.call = Call(arguments, mode, uneven)
+        turn.call = self._call(turn, arguments, uneven)
         turn.call.no_logs = self._reader.no_logs
+
+    def _call(self, turn: Turn, given: Arguments, uneven: Mapping[str, int]) -> Call:
+        call = Call(given, self.options.mode, uneven)
+        call.answers, call.asks_nothing = turn.answers, self.options.begins_once
+        call.likely = self.programs.last.captured.answers if self.programs.last is not None else ()
+        return call
 
     def ranks_of(self, call: Call) -> MeshRanks:
         """The ranks that a call compiles with."""
@@ -293,6 +302,15 @@ class Dispatch:
         """Let a call that has changed nothing run a program with ``times`` the room or more; all ranks call this."""
         self.room.grow(compiled.program, times)
         self.leave(turn, compiled, "a rank's experts had more rows than there was room for")
+
+    def answer(self, turn: Turn, compiled: Compiled, number: int) -> None:
+        """Let a call that has changed nothing run a program of another answer to a question; all ranks call this."""
+        assert turn.call is not None, "a call that has begun was read"
+        compiled.give_back()
+        turn.call.made.remove()  # the other program may make none
+        turn.answers = with_other(compiled.captured.answers, number)
+        self._fit_again(turn, turn.call.given)
+        self._agree(turn)
 
     def leave(self, turn: Turn, compiled: Compiled, why: str) -> None:
         """Let a call that has changed nothing run another program, as all later ones; all ranks call this."""

@@ -138,6 +138,18 @@ class Options:
         )
 
     @property
+    def begins_once(self) -> str:
+        """The reason that a call cannot begin anew with another program; empty where it can."""
+        mode = self.mode
+        reasons = {
+            "with defer_updates=True, whose update is that of the call before": mode.defer_updates,
+            "with micro_batches, of which each has a value of its own": mode.micro_batches > 1 or mode.chooses_runs,
+            "in stages, of which each rank computes one": mode.has_stages,
+            "with cuda_graphs=True": self.cuda_graphs,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    @property
     def pipeline(self) -> tuple[Pass, ...]:
         """The passes to run: the user's, else the mode's, else the default ones; which form regions for a backend."""
         given = self.mode.custom_passes if self.passes is None else self.passes

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .answers.answer import begin_with
 from .call.call import Call
 from .call.dynamic_dims import (
     Dim,
@@ -67,7 +68,8 @@ class SharedCaptures:
         if call.initial.made_any:
             return NONE  # the trace may have seen that there was state
         serving = (each for each in reversed(self._shared) if each.capture.fits(call) and each.guards.admit(call.given))
-        return next((each.number for each in serving), NONE)
+        fitting = (each for each in serving if begin_with(each.capture.captured.answers, call.answers))
+        return next((each.number for each in fitting), NONE)
 
     def of_number(self, number: int) -> SharedCapture:
         """The capture of this number."""

@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 from passes import Pass, Program, RankFailedError
+from passes.runtime.answers import OtherAnswerError
 from passes.runtime.rooms import RoomExceededError
 
 from ._torch import DisableTorchFunctionSubclass
+from .answers.answer import Answers, begin_with
 from .cache.compile_cache import Lookup
 from .call.rng import kept_where
 from .call.state import Arguments
@@ -83,7 +85,7 @@ class StepRunner:
         compiled = self._ready(turn)
         if self.adapting is not None and self.adapting.is_due(compiled.identity):
             compiled = self._adapt(turn, compiled, self.adapting)
-        while compiled.program.room is not None:
+        while True:
             try:
                 return self._run_compiled(turn, compiled)
             except RoomExceededError as error:
@@ -91,7 +93,10 @@ class StepRunner:
                 self.outgrow(turn, error.times)
                 compiled = self._ready(turn)
                 outgrown.drop()
-        return self._run_compiled(turn, compiled)
+            except OtherAnswerError as error:
+                self._calls -= 1
+                self.answer(turn, error.number)
+                compiled = self._ready(turn)
 
     def _run_compiled(self, turn: Turn, compiled: Compiled) -> Any:
         assert turn.call is not None and turn.live is not None, "a program fits the call that it was compiled for"
@@ -159,12 +164,13 @@ class StepRunner:
         """The arguments of a call, by name. Raises ``TypeError`` as the function itself would."""
         return self._dispatch.read(args, kwargs)
 
-    def prepare(self, given: Arguments, rows: UnequalRows | None = None) -> Turn:
+    def prepare(self, given: Arguments, rows: UnequalRows | None = None, answers: Answers = ()) -> Turn:
         """All of a call but to run its program, on a simulated rank, which has no others to agree with.
 
-        ``given``: this rank's part of the batch; ``rows``: where the ranks have unequal parts.
+        ``given``: this rank's part of the batch; ``rows``: where the ranks have unequal parts. ``answers``: that the
+        call is known to give to what the step asks of values.
         """
-        turn = Turn(rows=rows)
+        turn = Turn(rows=rows, answers=answers)
         self._dispatch.fit(turn, given)
         self._ready(turn)
         return turn
@@ -173,6 +179,11 @@ class StepRunner:
         """Let a call that had ``times`` the rows of experts that there is room for run a program with more."""
         assert turn.compiled is not None, "it has run a program"
         self._dispatch.outgrow(turn, turn.compiled, times)
+
+    def answer(self, turn: Turn, number: int) -> None:
+        """Let a call run a program of another answer to the question of this ``number`` than that of the last one."""
+        assert turn.compiled is not None, "it has run a program"
+        self._dispatch.answer(turn, turn.compiled, number)
 
     def capture(self, given: Arguments) -> Program:
         """The captured program of a call, on global shapes, on a simulated rank; nothing is compiled or changed."""
@@ -192,6 +203,7 @@ class StepRunner:
         assert turn.call is not None
         if turn.compiled is None:
             compiled = self._compiler.compile(turn, turn.call, self._calls + 1)
+            assert begin_with(compiled.captured.answers, turn.answers), "a program is of the answers of its call"
             turn.live = compiled.guards.live(turn.call.given)
             turn.compiled = compiled
             compiled.executable.commit.start(turn.connection)

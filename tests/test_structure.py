@@ -45,6 +45,7 @@ ORDER = {
         interpreter/
         memo unexpected_errors
         failed_ops
+        answers/
         annotations/ ranks/
         call/
         python_state/

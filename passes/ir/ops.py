@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from .._torch import SYMBOLIC_FUNCTIONS, OpOverload, c10d, has_kernel, is_composite
-from ..runtime import ctc_loss, host_memory, master_copies, message_collectives, places_in_rows, rooms
+from ..runtime import answers, ctc_loss, host_memory, master_copies, message_collectives, places_in_rows, rooms
 from ..runtime.collective_ops import NAMESPACE
 from ..runtime.random import draw
 from .region import Island, Region
@@ -39,6 +39,7 @@ class Trait(StrEnum):
     PROFILING = auto()  # it opens or closes a profiler range
     # Listed: what it does beside computing.
     ASSERTS = auto()  # it raises where a condition does not hold, and has no result
+    BEGINS_ANEW = auto()  # it notes whether another program has to run the call: no state is written before it
     # Listed: what it does to memory.
     UNDECLARED_VIEW = auto()  # its result lies in its operand's memory, or may, though it is declared as a copy
     WRITES_STATISTICS = auto()  # it writes running statistics in training, which it does not declare
@@ -93,13 +94,17 @@ def find(name: str) -> OpOverload | None:
 
 
 # Namespaces whose schemas can be relied on: torch's, and those of our own ops.
-_OURS = {NAMESPACE, *(each.NAMESPACE for each in (ctc_loss, host_memory, master_copies, places_in_rows, rooms))}
+_OURS = {
+    NAMESPACE,
+    *(each.NAMESPACE for each in (answers, ctc_loss, host_memory, master_copies, places_in_rows, rooms)),
+}
 _DECLARING = {"aten", "prims", "_c10d_functional", *_OURS}
 
 _LISTED: Mapping[Trait, Sequence[Any]] = {
     # A Python function has no schema; that of the op does not say that it returns the tensor it waits for.
     Trait.ALIAS: (operator.getitem, c10d.wait_tensor.default, host_memory.wait_copy),
     Trait.ASSERTS: aten("_assert_async _assert_async.msg"),
+    Trait.BEGINS_ANEW: (answers.asked, rooms.within),
     # The aten ops are declared as copies for the sake of autograd, which then does not track a view.
     Trait.UNDECLARED_VIEW: (
         c10d.wait_tensor.default,

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from .._torch import HigherOrderOperator, OpOverload
-from ..runtime import collective_ops, ctc_loss, host_memory, master_copies, places_in_rows, rooms
+from ..runtime import answers, collective_ops, ctc_loss, host_memory, master_copies, places_in_rows, rooms
 from .collectives import Collective
 from .program import Input, Mesh, Output, OutputKind, Placements, Program
 from .region import Region, every_node, regions
@@ -45,6 +45,7 @@ _SHORT = {
 }
 _OPS_ALIASES = {"_c10d_functional": "c10d", collective_ops.NAMESPACE: "transport", host_memory.NAMESPACE: "memory"}
 _DEFINED_IN = {  # the modules that define ops of ours
+    answers.NAMESPACE: "passes.runtime.answers",
     collective_ops.NAMESPACE: "passes.runtime.message_collectives",
     ctc_loss.NAMESPACE: "passes.runtime.ctc_loss",
     host_memory.NAMESPACE: "passes.runtime.host_memory",

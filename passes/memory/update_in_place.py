@@ -18,10 +18,9 @@ from ..base import Pass
 from ..ir.edit import insert_before
 from ..ir.effects import is_pure
 from ..ir.meta import Relation
-from ..ir.ops import in_place_variant
+from ..ir.ops import Trait, has, in_place_variant
 from ..ir.program import Input, OutputKind, Program
 from ..ir.schemas import is_tensor, nodes_in
-from ..runtime.rooms import within
 
 aten = torch.ops.aten
 
@@ -33,9 +32,9 @@ class UpdateInPlace(Pass):
     Where the new value is computed from the old one by ops that have an in-place variant, and the old value has no
     later reader (no view, no output, no collective that is still pending), these ops write to the input; so do ops over
     lists, entry by entry. Any other new value is copied into its input at the end. So is one that is known before the
-    last look for room (``runtime/rooms.py``): where there is too little, the call has to begin again. Outputs that
-    share memory with an input written to are cloned. Assumes that no two inputs share memory. Nothing may reorder the
-    graph afterwards.
+    last look whether the program fits the call (``Trait.BEGINS_ANEW``): where it does not, the call begins again.
+    Outputs that share memory with an input written to are cloned. Assumes that no two inputs share memory. Nothing may
+    reorder the graph afterwards.
     """
 
     last: ClassVar[bool] = True
@@ -68,8 +67,8 @@ class _Lifetimes:
         self.position = {node: k for k, node in enumerate(graph.nodes)}
         self.last_read = last_reads(graph, self.found)
         self.layouts = Layouts(graph)
-        looks = graph.find_nodes(op="call_function", target=within)
-        self.last_look = max((self.position[node] for node in looks), default=-1)
+        looks = [k for node, k in self.position.items() if has(node.target, Trait.BEGINS_ANEW)]
+        self.last_look = max(looks, default=-1)
 
     def chain(self, old: fx.Node, new: fx.Node) -> list[fx.Node]:
         """The ops from ``old`` to ``new``, first to last, if all of them can write to the memory of ``old``."""

@@ -32,6 +32,7 @@ from .._torch import (
 )
 from ..annotations.chosen_units import ChosenUnits
 from ..annotations.resolve import Ignored
+from ..answers.answer import values_of
 from ..call.call import Call
 from ..call.inputs import is_apart
 from ..call.state import SCHEDULER_NOTES, StateRef, attached_to, is_live, submodules_of
@@ -78,6 +79,7 @@ def facts_of_call(
         "inputs": [[x.name, str(x.role), x.shape, str(x.dtype), repr(x.placement)] for x in call.inputs],
         "annotations": _option(call.annotations.facts(), describer),
         "without gradient": sorted(call.without_gradient),
+        "answers": [values_of(call.answers), values_of(call.likely)],
         "live": live,
         "settings": _settings(),
         "mesh": _mesh(call),

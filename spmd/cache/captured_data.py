@@ -10,6 +10,7 @@ import torch
 from passes import Program
 
 from .._torch import TreeSpec, tree_flatten, tree_unflatten
+from ..answers.answer import Answer
 from ..capture.captured import Captured, FromOutput, NewState
 from ..capture.hyper_conditions import HyperGuards
 from ..python_state.effects.carried import Carried
@@ -54,6 +55,7 @@ def captured_to_data(captured: Captured, constants: list[Any], places: Mapping[A
         "live": captured.live,
         "fixed": [[name, scalar_to_data(value)] for name, value in captured.fixed.items()],
         "cleared first": sorted(captured.cleared_first),
+        "answers": [[each.value, each.where] for each in captured.answers],
     }
 
 
@@ -82,6 +84,7 @@ def captured_from_data(data: Mapping[str, Any], program: Program, reads: StoredR
         live=data["live"],
         fixed={name: scalar_from_data(value) for name, value in data["fixed"]},
         cleared_first=frozenset(data["cleared first"]),
+        answers=tuple(Answer(*each) for each in data["answers"]),
         is_of_one_size=data["is of one size"],
     )
 

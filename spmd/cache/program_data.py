@@ -25,7 +25,17 @@ from passes.ir.program import MicroBatches
 from passes.ir.region import Island
 from passes.ir.roles import Phase
 from passes.ir.schemas import position_of
-from passes.runtime import arena, collective_ops, ctc_loss, host_memory, master_copies, places_in_rows, random, rooms
+from passes.runtime import (
+    answers,
+    arena,
+    collective_ops,
+    ctc_loss,
+    host_memory,
+    master_copies,
+    places_in_rows,
+    random,
+    rooms,
+)
 
 from .._torch import FakeTensorMode, LazyGraphModule, OpOverload
 from ..partitioner.assignment import Assignment
@@ -34,7 +44,7 @@ from .not_cached import NotCachedError
 
 _OURS = (
     *(collective_ops.NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE),
-    *(master_copies.NAMESPACE, places_in_rows.NAMESPACE, rooms.NAMESPACE),
+    *(master_copies.NAMESPACE, places_in_rows.NAMESPACE, rooms.NAMESPACE, answers.NAMESPACE),
 )
 _NAMESPACES = {"aten", "prims", "profiler", "_c10d_functional", "spmd", *_OURS}  # of ops that a program may call
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (

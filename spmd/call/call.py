@@ -18,6 +18,7 @@ from passes import Mesh, PlacementError, Program, Role
 from ..annotations.chosen_units import ChosenUnits
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored
+from ..answers.answer import Answers
 from ..ranks.axis_roles import Roles, check_agreement, with_roles
 from ..ranks.world import axis_names, describe, joined, world
 from .groups import Groups
@@ -71,11 +72,15 @@ class Call:
     def __init__(self, given: Arguments, mode: Layout, uneven: Mapping[str, int] | None = None) -> None:
         self.given, self.mode, self.uneven = given, mode, dict(uneven or {})
         self.replaced: list[weakref.ref[torch.Tensor]] = []  # parameters that were split, once they are
-        self.initial = InitialState()  # of optimizers, made for this call
+        self.initial = InitialState()  # of optimizers, made for this call, while it compiles
+        self.made = self.initial  # the same, once it has
         self.references: list[Any] = []  # ``Reference`` to state, in what the step reads besides it
         self.notes: list[str] = []  # for the report
         self.without_gradient = frozenset[str]()  # parameters whose gradient is no state of the call
         self.library_hooks: list[tuple[dict[Any, Any], Any]] = []  # that its trace has left on modules: (hooks, key)
+        self.answers: Answers = ()  # that the call has shown to what the step asks of values
+        self.likely: Answers = ()  # those of the program last run
+        self.asks_nothing = ""  # the reason that the step may ask for none
         self.no_logs: set[Any] = set()  # paths of containers among the arguments that the step reads, too
         self._counters = frozenset[tuple[str, int, str]]()  # entries of parameter groups that the step writes
 
@@ -183,7 +188,7 @@ class Call:
             self.remove_library_hooks()
             raise
         finally:
-            self.initial = InitialState()
+            self.made, self.initial = self.initial, InitialState()
 
     def remove_library_hooks(self) -> None:
         """Remove the hooks of libraries that a trace has left: the call is traced again, or does not compile."""

@@ -87,8 +87,11 @@ class InitialState:
         return self._remove(lambda key: self.is_seen or key not in in_use)
 
     def remove(self) -> None:
-        """Remove everything that was made here."""
-        self._remove(lambda key: True)
+        """Remove everything that was made here, also of parameters that were replaced since, as by split ones."""
+        for optimizer in {id(optimizer): optimizer for optimizer, _ in self._made.values()}.values():
+            for parameter in [p for p, state in optimizer.state.items() if id(state) in self._made]:
+                del optimizer.state[parameter]
+        self._made.clear()
 
     def _remove(self, condition: Callable[[int], bool]) -> bool:
         found = {key: each for key, each in self._made.items() if condition(key)}

@@ -46,6 +46,8 @@ def bind_outputs(
     # A rank may log or print by itself what all ranks return: their programs are the same then.
     known = {id(leaf): output for leaf, output in zip(final.results, results, strict=True) if is_traced(leaf)}
     writes = bound(final.writes, known, lambda name: outputs.add(Output(OutputKind.NEW, name, Role.RESULT)))
+    for number in range(len(final.asked)):
+        outputs.add(Output(OutputKind.RESULT, f"asked.{number}", Role.RESULT))
     program.set_outputs(outputs.values, outputs.declared)
     return Captured(
         program,

@@ -13,6 +13,7 @@ from passes import Program
 from passes.analysis.reachability import ancestors
 
 from .._torch import TreeSpec, tree_unflatten
+from ..answers.answer import Answers
 from ..call.dynamic_dims import DynamicSize
 from ..python_state.effects.carried import Carried
 from ..python_state.effects.repeated import Effect
@@ -61,6 +62,7 @@ class Captured:
     fixed_sizes: dict[DynamicSize, str] = field(default_factory=dict)  # of these, those that it needs, with the lines
     returns_loss: bool = False  # of a model in train() mode, with a graph, and without a backward pass
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient is cleared before it is read
+    answers: Answers = ()  # for which it was traced, of the values that the step branches on
 
     @cached_property
     def code(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from traceback import extract_tb
@@ -30,6 +29,7 @@ from ..interpreter.environment import is_set
 from ..interpreter.source_lines import defined_at, module_of, source_at, user_locations, users_part
 from ..unexpected_errors import is_users, mark_as_users
 from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused, UnknownShape
+from .values.questions import BACKWARD
 
 aten = torch.ops.aten
 
@@ -155,15 +155,13 @@ _ALTERNATIVE_OF: dict[Any, str] = {
     aten.masked_select: "Keep all entries and weigh them with the mask: (x * mask).sum() / mask.sum().",
 }
 _AS_NUMBER = (
-    "Return the tensor and look at it outside of the step, keep or log loss.item() rather than float(loss), compute "
-    "with functions of torch in place of those of math, select with torch.where instead of branching, or replace the "
-    "submodule through spmd.Override."
+    "Return the tensor and look at it outside of the step, keep or log loss.item() rather than float(loss), branch on "
+    "the tensor or on loss.item() (if loss > 3), select with torch.where, compute with functions of torch in place of "
+    "those of math, or replace the submodule through spmd.Override."
 )
-_CLIPPING = os.path.join("torch", "nn", "utils", "clip_grad.py")
 _OF_STATE = (
     "A branch on 0-dim state compares the tensor itself (if self.count == 0, not self.count.item() or int(self.count))."
 )
-_BACKWARD = os.path.join("torch", "autograd", "graph.py")
 _MEMORY = (
     "it takes a tensor's memory out of torch. Return the tensor and look at it outside of the step, compute with "
     "functions of torch, or replace the submodule through spmd.Override."
@@ -215,12 +213,7 @@ def _reason(error: Exception) -> str | None:
 
 def _needs_a_value(error: Exception) -> str:
     frames = extract_tb(error.__traceback__)
-    if any(frame.filename.endswith(_CLIPPING) for frame in frames):
-        return (
-            "clipping needs the value of the norm, to raise if it is not finite. Leave error_if_nonfinite out, return "
-            "the norm from the step and look at it there."
-        )
-    if torch.is_anomaly_check_nan_enabled() and any(f.filename.endswith(_BACKWARD) for f in frames):
+    if torch.is_anomaly_check_nan_enabled() and any(frame.filename.endswith(BACKWARD) for frame in frames):
         return (
             "anomaly mode is on (torch.autograd.set_detect_anomaly), which looks for NaN in every gradient. Turn it "
             "off, call step.record(folder), and run `spmd replay folder`, which names the op that made the first NaN."

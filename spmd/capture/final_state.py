@@ -79,6 +79,7 @@ class FinalState:
     optimizer_state: list[NewEntry]
     writes: list[Write | Effect]  # to Python state
     requires_grad: dict[str, bool]  # of parameters for which the step changes it, by name
+    asked: Sequence[Any] = ()  # values that the step branches on
 
     @classmethod
     def of(cls, swap: StateSwap, result: Any, carried: Carried, reads: Reads, entries: Entries) -> FinalState:
@@ -117,7 +118,7 @@ class FinalState:
         results = {id(value) for value in self.results}
         pairs = [(write, leaf) for write in self.writes for leaf in write.leaves if is_output(leaf)]
         written = [leaf for write, leaf in pairs if not isinstance(write, Effect) or id(leaf) not in results]
-        return [*(value for value in values if is_traced(value)), *written]
+        return [*(value for value in values if is_traced(value)), *written, *self.asked]
 
 
 def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -> list[Write | Effect]:

@@ -69,7 +69,7 @@ def capture(
     symbols = [symbol for name, symbol in numbers if name not in unread]
     guards = HyperGuards.of(fakes.shapes, symbols, trace.branches, fakes.sizes)
     captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried.without(unread))
-    captured.cleared_first = trace.cleared_first
+    captured.cleared_first, captured.answers = trace.cleared_first, trace.answers
     program.outputs = [_replacing(each, trace.cleared_first) for each in program.outputs]
     captured.live = found is not None
     captured.sizes, captured.fixed_sizes = fakes.sizes, fakes.sizes.fixed(fakes.shapes, fakes.symbols)
@@ -79,7 +79,7 @@ def capture(
         if symbol is not None and is_fixed(fakes.shapes, symbol)
     }
     _describe_origins(program)
-    captured.returns_loss = _returns_loss(program, trace.final, call)
+    captured.returns_loss = not trace.answers and _returns_loss(program, trace.final, call)
     _check_memory_is_not_read(program)
     _name_placeholders(program)
     _drop_unread_hyper_parameters(program)

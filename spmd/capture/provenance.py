@@ -277,6 +277,15 @@ def proxy_node(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
     return node
 
 
+def symbol_node(symbol: torch.SymBool, tracer: Any) -> fx.Node | None:
+    """The node that made a traced symbol; None for one that the trace did not compute."""
+    proxy = get_proxy_slot(symbol, tracer, None)
+    if proxy is None:
+        return None
+    node: fx.Node = proxy.force().node
+    return node
+
+
 def added_since(last: fx.Node | None, graph: fx.Graph) -> list[fx.Node]:
     """The nodes of ``graph`` behind ``last``, in order."""
     nodes: list[fx.Node] = []

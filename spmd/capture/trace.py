@@ -32,6 +32,7 @@ from .._torch import (
     use_lazy_graph_module,
     users_global_hooks,
 )
+from ..answers.answer import Answers
 from ..call.argument_logs import Log
 from ..call.call import Call
 from ..call.rng import refuse_other_generators
@@ -59,6 +60,7 @@ from .values.flex_attention import flex_attention_as_ops
 from .values.live_ids import ids_of_live_state
 from .values.lstm import UnfusedLSTM
 from .values.number_arguments import NumberArguments
+from .values.questions import Questions
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text
 from .values.tensor_checks import tensor_checks_as_ops
@@ -82,6 +84,7 @@ class Trace:
     fixes_carried: bool = False  # whether numbers that are inputs are their values, each with a program of its own
     final: FinalState | None = None
     branches: list[Branch] = field(default_factory=list)
+    answers: Answers = ()  # to what the step asks of values
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient the step clears before it reads it
     entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
     _state_branches: StateBranches | None = None
@@ -140,6 +143,8 @@ class Trace:
             scalar_indices = stack.enter_context(ScalarIndices())
             cleared = stack.enter_context(ClearedGradients(swap.fake_of))
             stack.enter_context(cleared.watch_zero_grad())
+            questions = stack.enter_context(Questions(self.call.answers, self.call.likely, self.call.asks_nothing))
+            stack.enter_context(questions.of_numbers(lambda error: bool(branches.branched_on(error))))
             self.branches = stack.enter_context(branches).found
             constants = constant_attributes(self._submodules(), self.reads, self.lifts_anywhere)
             recorder.constants = stack.enter_context(constants)
@@ -151,7 +156,9 @@ class Trace:
             set_data.check_end()
             scalar_indices.check_end()
             final = FinalState.of(swap, result, self.carried, self.reads, self.entries).map_state(set_data.current)
-            self.final = replace(final, results=list(map(set_data.current, final.results)))
+            results = list(map(set_data.current, final.results))
+            self.final = replace(final, results=results, asked=questions.values)
+            self.answers = tuple(questions.answers)
             branches.check_end(self.final.slots)
             return self.final.traced()
 

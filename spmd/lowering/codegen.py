@@ -46,6 +46,7 @@ from passes.analysis.aliases import escaping, is_view, storages
 from passes.analysis.out_variants import is_constant
 from passes.ir.collectives import WAIT, is_collective, is_wait
 from passes.ir.effects import mutates, written
+from passes.ir.ops import Trait, has
 from passes.ir.program import is_sharded
 from passes.ir.region import Region, region_of
 from passes.ir.region import regions as find_regions
@@ -54,7 +55,6 @@ from passes.memory.left_behind import in_planned_memory
 from passes.runtime.arena import ALIGNMENT, is_unaligned, reserve, view_at, whole
 from passes.runtime.host_memory import wait_copy
 from passes.runtime.message_collectives import OUT_VARIANTS
-from passes.runtime.rooms import within
 from passes.runtime.shared_memory_collectives import PERSISTENT
 from passes.runtime.streams import DeviceStreams
 from passes.schedule.happens_before import check_streams
@@ -285,10 +285,10 @@ class _Writer:
         for node in self.program.graph.nodes:
             if node is first:
                 self._begin_update(first)
-            if node.target is within and self.gradients is not None:
+            if self.gradients is not None and has(node.target, Trait.BEGINS_ANEW):
                 raise PassError(
-                    f"{node.name} looks whether rows have room behind {first.name}, which writes to an input: expected "
-                    "it in front of all writes, since a call with too little room begins anew"
+                    f"{node.name} looks whether the program fits the call behind {first.name}, which writes to an "
+                    "input: expected it in front of all writes, since a call that another program runs begins anew"
                 )
             before = len(self.each_call)
             if self.lines is not None:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from passes.runtime.answers import asked
 from passes.runtime.places_in_rows import places
 
 from ..placements import ByGroup, OwnRows
@@ -284,4 +285,4 @@ whole(*aten("masked_scatter", "masked_scatter_backward"))
 whole(*aten("searchsorted.Scalar", "bucketize.Scalar"))
 
 # A value for Python, or an assertion, depends on all the data.
-whole(*aten("_local_scalar_dense", "is_nonzero", "equal", "_assert_async", "_assert_async.msg"))
+whole(*aten("_local_scalar_dense", "is_nonzero", "equal", "_assert_async", "_assert_async.msg"), asked)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Pass, PassError, Program, RankMismatchError, Report
+from passes.runtime.answers import OtherAnswerError
 from passes.runtime.rooms import RoomExceededError
 
 from ..call.state import Arguments
@@ -94,10 +95,14 @@ class Compiled:
         """The program last run."""
         return self.program
 
-    def abandon(self, why: str) -> None:
-        """End a call before it has changed anything, on all ranks, and run no other."""
+    def give_back(self) -> None:
+        """End a call before it has changed anything, on all ranks: another program runs it."""
         self.inputs.leave()
         self.executable.commit.wait_for_ranks()  # the next program computes where peers may still read
+
+    def abandon(self, why: str) -> None:
+        """The same, and run no other call."""
+        self.give_back()
         self.left = why
 
     def _release(self) -> None:
@@ -163,11 +168,11 @@ class Compiled:
         live = self.guards.live(arguments)
         assert live is not None, "a program fits the call that it was compiled for"
         found = ""
-        with suppress(RoomExceededError):  # it is about to be run again, by a program that is checked then
+        with suppress(RoomExceededError, OtherAnswerError):  # it is run again, by a program that is checked then
             found = first_difference(
                 self.partitioned, self.program, self.executable, self.inputs.by_name(arguments, live)
             )
-            self.executable.commit.check_rooms()
+            self.executable.commit.check_fit()
         sentence = f"{name} computes something else than before its passes ran: {found}" if found else ""
         gathered = [sentence]
         if self.connection is not None:
@@ -194,7 +199,7 @@ class Compiled:
         """Put what the executable ``returned`` where it belongs, and return what the step does."""
         arguments, tensors = running.arguments, running.tensors
         commit = self.executable.commit
-        commit.check_rooms()
+        commit.check_fit()
         hold_signals()  # all messages of the program have left: other ranks may end the call
         shown = returned if restore is None else restore(returned)
         if self.inputs.clears or self.inputs.written or self._results.are_kept:

@@ -19,10 +19,7 @@ class ExpertRoom:
     @property
     def times(self) -> float | None:
         """The room for rows of experts in the next program: for all where a call cannot begin anew with more."""
-        mode = self._options.mode
-        if mode.defer_updates or mode.micro_batches > 1 or mode.has_stages or self._options.cuda_graphs:
-            return None
-        return self._times
+        return None if self._options.begins_once else self._times
 
     def notes(self, local: Program) -> list[str]:
         """A sentence for the report."""

@@ -66,6 +66,8 @@ class KeptPrograms:
 
     def reason_to_compile(self, call: Call) -> str:
         """The reason to compile, in the user's words."""
+        if call.answers:  # the last of them is another one than the program was traced for
+            return str(call.answers[-1])
         return reason_to_compile(call, self.last, self.of_models(call))
 
     def add(self, compiled: Compiled, change: str) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from passes import RankMismatchError
+from passes.runtime.answers import OtherAnswerError, first_other
 from passes.runtime.host_memory import begin_reads, begin_writes
 from passes.runtime.rooms import RoomExceededError, most_rows
 
@@ -21,6 +23,10 @@ from ..ranks.consensus import standing_of
 from ..ranks.failures import StateIs
 
 _PARTS = 1 << 20  # ranks exchange integers
+_UNEQUAL = (
+    "ranks found different values of a tensor on which the step branches, and would go different ways: expected it to "
+    "be computed by ops that give the same on each rank. State is as it was before the call"
+)
 
 
 class Commit:
@@ -36,7 +42,7 @@ class Commit:
         """A call begins, on the ranks of ``connection``."""
         self.state, self._connection, self._has_barrier = StateIs.BEFORE, connection, True
         self._cleared = ()
-        most_rows()  # of what ran before, and was of no call
+        most_rows(), first_other()  # of what ran before, and was of no call
         begin_reads()
 
     def clear_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -55,8 +61,16 @@ class Commit:
         if self._connection is not None:
             self._connection.barrier()
 
-    def check_rooms(self) -> None:
-        """Raise ``RoomExceededError``, on all ranks, where the call has had more rows than there is room for."""
+    def check_fit(self) -> None:
+        """Raise, on all ranks, where another program has to run the call, which has changed nothing.
+
+        ``RoomExceededError``: it has had more rows than there is room for. ``OtherAnswerError``: a value on which the
+        step branches is another one than the program was traced for; ``RankMismatchError`` if it is on some ranks only.
+        """
+        self._check_rooms()
+        self._check_answers()
+
+    def _check_rooms(self) -> None:
         if self.state is not StateIs.BEFORE or (times := most_rows()) is None:
             return
         if self._connection is not None:  # ranks that sort rows by themselves know of their own alone
@@ -65,10 +79,21 @@ class Commit:
         if times > 1:
             raise RoomExceededError(times)
 
+    def _check_answers(self) -> None:
+        if self.state is not StateIs.BEFORE or (number := first_other()) is None:
+            return
+        if self._connection is not None:
+            most, negated, _ = self._connection.all_reduce_max((number, -number, 0), "what the step asks for")
+            if most != -negated:
+                self._connection.is_in_call = False  # all ranks know, and none has changed anything
+                raise RankMismatchError(_UNEQUAL)
+        if number >= 0:
+            raise OtherAnswerError(number)
+
     def __call__(self) -> None:
         """Wait for all ranks, and for copies of state that are under way; state may be written from here on."""
         if self.state is StateIs.BEFORE:
-            self.check_rooms()
+            self.check_fit()
             begin_writes()
             hold_signals()  # behind the barrier other ranks end the call, and so does this one
             if self._connection is not None and self._has_barrier:

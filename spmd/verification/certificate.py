@@ -42,7 +42,8 @@ class Certificate:
     ``node`` and ``line``, the first node that is not shown, and ``why``. ``ranks``: how many were looked at.
     ``routed``: whole numbers, such as which rows go to which experts and which keys a mask hides, were those of the
     arguments, or drawn, so that this holds for these, and any other values. ``rounded``: dtypes to which the options of
-    the mode let ranks round what they send; what a value is rounded to there was not looked at.
+    the mode let ranks round what they send; what a value is rounded to there was not looked at. ``ways``: that a call
+    can take, of a step that branches on values; the rest is of the worst of them.
     """
 
     outcome: str
@@ -55,6 +56,7 @@ class Certificate:
     why: str = ""
     routed: bool = False
     rounded: tuple[str, ...] = ()
+    ways: int = 1
 
     def __bool__(self) -> bool:
         return self.outcome == "shown"
@@ -64,6 +66,7 @@ class Certificate:
             count = f"{self.nodes} nodes, {self.ranks} ranks"
             shown = "shown for whole numbers as in this call" if self.routed else "shown"
             but = f", but for rounding to {' and '.join(self.rounded)}" if self.rounded else ""
+            count += f", the first of {self.ways} ways through its branches" * (self.ways > 1)
             return f"{shown}: each of {self.outputs} outputs is the global output under its placement{but} ({count})"
         where = ", ".join(each for each in (self.what, f"at {self.node}") if each)
         return f"{self.outcome}: {where}: {self.why} {self.line}".rstrip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -11,10 +12,13 @@ import torch
 
 from passes import AxisRole, Mesh, Program, Role
 
+from ..answers.answer import Answers, values_of, with_other
 from ..call.rng import random_state_kept
+from ..capture.captured import Captured
 from ..deferral.pending import calling, finish_pending
 from ..modes.base import ParallelMode, PlannedMode
 from ..partitioner.prepare import prepared
+from ..unexpected_errors import is_users
 from . import symbols
 from .certificate import Certificate, Certification, certify_bundle, certify_programs
 from .certify_runs import RunsCertification
@@ -24,6 +28,8 @@ from .verifier import MOST, simulated_ranks
 from .world import AnyMesh, check_mesh
 
 _MOST_RANKS = 1024
+_MOST_WAYS = 16
+_OUTCOMES = ("wrong", "cannot show", "shown")
 
 
 def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwargs: Any) -> Certificate:
@@ -39,6 +45,8 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
     batch take from their own rows alone, each call looks whether these are all that they take. Of more than 16 ranks
     the first two and the last along each axis are looked at, up to 1,024 ranks in all.
 
+    Of a step that branches on values, each way that a call can take is derived, up to 16 of them.
+
     Raises ``TypeError`` or ``ValueError`` for what cannot be certified, and what compiling the step raises.
     """
     check_mesh(mesh, world)
@@ -48,23 +56,55 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
     with calling, random_state_kept():
         with simulated_ranks(step, args, kwargs, world, mesh) as (plain, first, peer):
             ranks: list[SimulatedRank | Peer] = [first, *(peer(k) for k in represented(first.mesh) if k)]
-            for rank in ranks:
-                rank.prepare()
-            final = [rank.programs.final for rank in ranks]
             numbers = {leaf.name: leaf.value for leaf in plain.given().tensors() if not leaf.value.is_floating_point()}
-        _check_runs(final[0])
-        if final[0].stages is not None and len(final) < world:
-            raise ValueError(f"expected at most {MOST} ranks with stages, of which all send to others, got {world}")
-        captured = prepared(first.compiled.captured.program, _parts(final[0]))
-        sent = _sent_in(plain.subject.options.mode, first.compiled.captured.program)
-        certification = RunsCertification if final[0].micro_batches is not None else Certification
-        with torch.no_grad(), symbols.sent_in(sent):
-            if final[0].stages is not None:
-                bundles = [(each.stages, each.stages.coordinate_of(each)) for each in final]
-                found = certify_bundle(captured, bundles, "step")
-            else:
-                found = certify_programs(captured, final, numbers, certification)
-        return replace(found, rounded=tuple(map(str, sent)))
+            programs = [(first.compiled.captured, [each.programs.final for each in ranks]) for _ in _ways(ranks)]
+        found = [_certified(plain.subject.options.mode, *each, numbers, world) for each in programs]
+        worst = min(found, key=lambda each: _OUTCOMES.index(each.outcome))
+        return replace(worst, ways=len(found))
+
+
+def _ways(ranks: Sequence[SimulatedRank | Peer]) -> Iterator[None]:
+    """Prepare the ranks for each way that a call can take where the step branches on values, up to 16 of them.
+
+    A way that ends in an error of the user's own has no program.
+    """
+    first, *peers = ranks
+    assert isinstance(first, SimulatedRank)
+    todo, seen = [Answers()], set[tuple[bool, ...]]()
+    while todo and len(seen) < _MOST_WAYS:
+        given = todo.pop(0)
+        try:
+            first.prepare(given)
+        except Exception as error:
+            if given and is_users(error):
+                continue
+            raise
+        answers = first.compiled.captured.answers
+        if values_of(answers) not in seen:
+            seen.add(values_of(answers))
+            for each in peers:
+                each.prepare()
+            yield
+            todo += [with_other(answers, number) for number in range(len(given), len(answers))]
+
+
+def _certified(
+    mode: ParallelMode, captured: Captured, final: list[Program], numbers: dict[str, torch.Tensor], world: int
+) -> Certificate:
+    """Certify the programs of one way, those of some ranks."""
+    _check_runs(final[0])
+    if final[0].stages is not None and len(final) < world:
+        raise ValueError(f"expected at most {MOST} ranks with stages, of which all send to others, got {world}")
+    whole = prepared(captured.program, _parts(final[0]))
+    sent = _sent_in(mode, captured.program)
+    certification = RunsCertification if final[0].micro_batches is not None else Certification
+    with torch.no_grad(), symbols.sent_in(sent):
+        if final[0].stages is not None:
+            bundles = [(each.stages, each.stages.coordinate_of(each)) for each in final]
+            found = certify_bundle(whole, bundles, "step")
+        else:
+            found = certify_programs(whole, final, numbers, certification)
+    return replace(found, rounded=tuple(map(str, sent)))
 
 
 def _sent_in(mode: ParallelMode, captured: Program) -> list[torch.dtype]:

@@ -15,6 +15,7 @@ from passes import Mesh, Program
 from passes.ir.program import Placements
 
 from .._torch import DisableAutocast
+from ..answers.answer import Answers
 from ..call.call import Call
 from ..call.found import with_found
 from ..call.state import Arguments
@@ -134,10 +135,10 @@ class SimulatedRank:
             self._programs[id(compiled)] = compiled, made
         return self._programs[id(compiled)][1]
 
-    def prepare(self) -> list[Any]:
-        """Compile, if need be, and gather the inputs of the next call."""
+    def prepare(self, answers: Answers = ()) -> list[Any]:
+        """Compile, if need be, and gather the inputs of the next call, which gives these answers."""
         with self.active():
-            self.turn = self.step.runner.prepare(self.given(), self._rows)
+            self.turn = self.step.runner.prepare(self.given(), self._rows, answers)
             assert self.turn.call is not None and self.turn.live is not None
             self.running = self.compiled.start(self.turn.call.given, self.turn.live)
         return self.running.inputs
@@ -147,6 +148,13 @@ class SimulatedRank:
         assert self.turn is not None
         with self.active():
             self.step.runner.outgrow(self.turn, times)
+
+    def answer(self, number: int) -> Answers:
+        """What the call that was prepared gives for answers: that to the question of this number is another one."""
+        assert self.turn is not None
+        with self.active():
+            self.step.runner.answer(self.turn, number)
+        return self.turn.answers
 
     def finish(self, outputs: tuple[Any, ...]) -> list[Any]:
         """Write what the program gave where it belongs; returns its results and new state."""

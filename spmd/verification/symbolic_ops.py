@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from passes.ir.ops import Trait, has, over_lists, with_list_ops
 from passes.ir.schemas import schema
-from passes.runtime import host_memory, master_copies
+from passes.runtime import answers, host_memory, master_copies
 from passes.runtime.random import draw
 from passes.update.optimizer_kernels import Kernel
 
@@ -94,6 +94,8 @@ def computed(op: OpOverload) -> Computed | None:
         return moved
     if space == master_copies.NAMESPACE:
         return _current
+    if space == answers.NAMESPACE:
+        return moved
     if space == "aten" and name in attention.COMPUTED:
         return attention.COMPUTED[name]
     if space != "aten" or has(op, Trait.RANDOM):
@@ -123,7 +125,7 @@ def hashed(op: OpOverload, results: Results, args: Any, kwargs: Any) -> list[Ten
 
 def moved(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
     """Elements somewhere else, run by torch."""
-    if op.namespace == host_memory.NAMESPACE:
+    if op.namespace in (host_memory.NAMESPACE, answers.NAMESPACE):
         return [args[0].clone()]
     kept = {name: value for name, value in kwargs.items() if name not in ("memory_format", "device")}
     result = op(*args, **kept)

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from passes import OutputKind, Program
 from passes.ir.collectives import is_collective
+from passes.runtime.answers import first_other
 from passes.runtime.rooms import most_rows
 
 from .._torch import tree_flatten_with_path
+from ..answers.answer import Answers
 from ..call.argument_logs import Log, LogPath
 from ..call.found import with_found
 from ..call.rng import random_state_kept
@@ -179,7 +181,7 @@ class Verification:
                     hyper.put(value * _FACTOR if isinstance(value, float) else value + 1)
 
     def _step(self, number: int) -> Verdict | None:
-        inputs = self._inputs_with_room()
+        inputs = self._inputs_that_fit()
         before = [kept(by_name(rank.program, given)) for rank, given in zip(self.ranks, inputs, strict=True)]
         try:
             outputs = run_programs([rank.program for rank in self.ranks], inputs)
@@ -197,18 +199,26 @@ class Verification:
             return None
         return self._blame(before, number, *(found or ("", None)))
 
-    def _inputs_with_room(self) -> list[list[Any]]:
-        """The inputs of the next call, prepared for programs that have room for its rows, as a step finds them."""
-        inputs = [rank.prepare() for rank in self.ranks]
-        while self.first.program.room is not None:
-            most_rows()
+    def _inputs_that_fit(self) -> list[list[Any]]:
+        """The inputs of the next call, prepared for programs with its answers and room for its rows, as a step does."""
+        inputs, answers = self._prepared(), Answers()
+        while self.first.program.room is not None or self.first.compiled.captured.answers:
+            most_rows(), first_other()
             copies = [[x.clone() if isinstance(x, Tensor) else x for x in given] for given in inputs]
             run_programs([rank.program for rank in self.ranks], copies)
-            if (times := most_rows() or 0) <= 1:
+            times, other = most_rows() or 0, first_other()
+            if times > 1:
+                self.first.outgrow(times)
+            elif other is not None and other >= 0:
+                answers = self.first.answer(other)
+            else:
                 break
-            self.first.outgrow(times)
-            inputs = [rank.prepare() for rank in self.ranks]
+            inputs = self._prepared(answers)
         return inputs
+
+    def _prepared(self, answers: Answers = ()) -> list[list[Any]]:
+        """The inputs of the next call, which gives these answers, for a program that the first rank chooses."""
+        return [self.first.prepare(answers), *(rank.prepare() for rank in self.ranks[1:])]
 
     def _is_comparable(self) -> bool:
         """Whether the plain step computes the same: it draws other numbers, and knows no policies of modules."""

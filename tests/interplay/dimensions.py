@@ -34,7 +34,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "loss": ("mean", "masked", "sum", "penalty", "ctc"),
     "op": (
         *("none", "floor", "remainder", "convolution", "channels last", "draw", "put back"),
-        *("rows that the step makes", "causal mask"),
+        *("rows that the step makes", "causal mask", "branch on a value"),
     ),
     "rows": ("even", "short third", "uneven", "other length"),
     "between": (
@@ -145,6 +145,15 @@ REFUSED: dict[str, Excludes] = {
     ),
     'adds up over ranks what is no sum of parts of the batch, which bits="same" does not': lambda row: (
         _has(row, "mesh", "tensor") and _has(row, "bits", "same")
+    ),
+    "it branches on the value of a tensor, which a step cannot": lambda row: (
+        _has(row, "op", "branch on a value")
+        and (
+            _has(row, "deferral", "yes")
+            or _lacks(row, "micro_batches", "1")
+            or _has(row, "bits", "same")
+            or _has(row, "mesh", *_STAGES)
+        )
     ),
     "expected no gm_transformation with stages": lambda row: (
         _has(row, "mesh", *_STAGES) and _has(row, "backend", "graph copied")

@@ -124,7 +124,8 @@ NOT_DRAWN: dict[str, dict[str, str]] = {
     "op": dict.fromkeys(
         ("floor", "remainder"), "rounding that is allowed may put a number on the other side of a multiple"
     )
-    | {"channels last": "drawn values have no four dims of that layout", "put back": _LOOP},
+    | {"channels last": "drawn values have no four dims of that layout", "put back": _LOOP}
+    | {"branch on a value": "a branch has two programs, and each call verifies one"},
 }
 
 

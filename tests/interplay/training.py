@@ -278,7 +278,8 @@ def shrink_first(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def step_of(values: Mapping[str, str]) -> Callable[..., Any]:
     """The train step of a row."""
     clears, loss_of, penalized = values["clears"], LOSSES[values["loss"]], values["loss"] == "penalty"
-    puts_back, logs = values["op"] == "put back", values["model"] == "log"
+    puts_back, branches = values["op"] == "put back", values["op"] == "branch on a value"
+    logs = values["model"] == "log"
 
     def step(
         model: Any, optimizer: torch.optim.Optimizer, average: nn.Module | None, log: list[Tensor], x: Tensor, y: Tensor
@@ -297,6 +298,8 @@ def step_of(values: Mapping[str, str]) -> Callable[..., Any]:
         if penalized:
             (slope,) = torch.autograd.grad(out.square().mean(), model.last.weight, create_graph=True)
             loss = loss + 0.1 * slope.square().sum()
+        if branches and x.mean() > 0:
+            loss = loss / 2
         loss.backward()
         for name, p in model.last.named_parameters() if puts_back else ():
             p.data = kept[name]

@@ -27,6 +27,7 @@ def captured_the_same(one: Captured, other: Captured) -> bool:
         and [_described(each) for each in one.program.outputs] == [_described(each) for each in other.program.outputs]
         and one.cleared_gradients == other.cleared_gradients
         and one.cleared_first == other.cleared_first
+        and one.answers == other.answers
         and _same_leaves(one.result_leaves, other.result_leaves)
         and [each.name for each in one.writes] == [each.name for each in other.writes]
         and all(map(_same_leaves, map(_leaves_of, one.writes), map(_leaves_of, other.writes)))

@@ -1,7 +1,7 @@
 """Rows of activations that go to the ranks of their experts."""
 
 OWNS = (
-    *("experts", "room", "rooms", "expert_room", "check_rooms", "expert_axes", "expert_parameters"),
+    *("experts", "room", "rooms", "expert_room", "expert_axes", "expert_parameters"),
     *("expert_placements", "experts_on_one_axis", "divides_experts", "exchange_rows", "to_experts", "by_expert"),
     "AxisRole.EXPERTS",
 )

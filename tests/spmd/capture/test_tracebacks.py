@@ -38,9 +38,9 @@ def logs(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def branches(model: nn.Module, x: Tensor) -> Tensor:
+def repeats(model: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = model(x).sum()
-    return loss if loss > 0 else -loss
+    return loss * int(loss)
 
 
 def weighs_classes(model: nn.Module, x: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def test_a_value_that_a_library_asks_for_is_named_at_the_user_s_line_first() -> 
 
 
 def test_no_text_of_torch_s_stands_above_an_explanation() -> None:
-    text = shown(branches, nn.Linear(4, 3))
-    assert "Select with torch.where" in text and frames(text)[-1] == ("test_tracebacks.py", "branches")
+    text = shown(repeats, nn.Linear(4, 3))
+    assert "select with torch.where" in text and frames(text)[-1] == ("test_tracebacks.py", "repeats")
     assert not any(words in text for words in ("data-dependent", "direct cause", "Refused"))
 
 

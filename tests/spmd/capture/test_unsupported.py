@@ -36,17 +36,6 @@ def bad(words: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 @bad("value of a tensor.*torch.where")
-def branches_on_an_item(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    loss = F.mse_loss(model(x), y)
-    return loss * 2 if loss.item() > 0 else loss
-
-
-@bad("value of a tensor.*torch.where")
-def asserts_values(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    assert (x == x).all()
-
-
-@bad("value of a tensor.*torch.where")
 def loops_as_often_as_a_value_says(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return [model(x) for _ in range(int(y.abs().sum()))]
 

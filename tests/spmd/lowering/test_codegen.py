@@ -111,7 +111,7 @@ def test_no_look_for_room_stands_behind_a_write() -> None:
     program.inputs[0] = replace(program.inputs[0], in_place=True)
     (write,) = program.graph.find_nodes(op="call_function", target=aten.add.Tensor)
     write.target = aten.add_.Tensor
-    with pytest.raises(passes.PassError, match="within looks whether rows have room behind add"):
+    with pytest.raises(passes.PassError, match="within looks whether the program fits the call behind add"):
         Bound(program)(torch.zeros(2).double(), torch.ones(2).double())
 
 
