@@ -180,7 +180,7 @@ def _numbered(tensors: Sequence[Tensor]) -> Iterator[str]:
 
 
 def _notes(claims: Claims, text: str) -> Iterator[str]:
-    """What is refused, and what else a rule needs or has, a line each."""
+    """Lines on what is refused, and on what else a rule needs or has."""
     for letter, reason in claims.refused.items():
         yield f"refused: {letter}, since {reason}"
     whole = dict.fromkeys(each.name for each in (*claims.operands, *claims.results) if WHOLE in each.letters)
