@@ -212,7 +212,7 @@ def _sizes(call: OpCall, dims: Dims, letter: str) -> set[int]:
 
 
 def limits(dims: Dims) -> Iterator[str]:
-    """What labels say besides letters, in words."""
+    """Limits that labels state besides letters, in words."""
     letters = dims.letters()
     if summed := _among(letters, dims.reduced):
         yield f"{getattr(dims.reduced_as, 'reduce_op', '')} over {summed}"
@@ -231,5 +231,5 @@ def limits(dims: Dims) -> Iterator[str]:
 
 
 def _among(letters: str, some: str) -> str:
-    """Those of ``some`` letters that a call has."""
+    """Letters of ``some`` that a call has."""
     return " ".join(c for c in some if c in letters)

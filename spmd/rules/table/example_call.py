@@ -57,7 +57,7 @@ def is_taken(text: str) -> bool:
 
 
 def _results(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What the op returns on tensors without elements, or, where it has no such kernel, on zeros."""
+    """Results of the op on tensors without elements, or, where it has no such kernel, on zeros."""
     refusals: list[Exception] = []
     for device in ("meta", "cpu"):
         try:
