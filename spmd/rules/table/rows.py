@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from .examples import EXAMPLES
 from .names import is_there, name_of, ruled_ops
 
 RANKS = 2
+EXAMPLE_OF = {text.partition("(")[0]: text for text in EXAMPLES}
 
 
 @dataclass(frozen=True)
@@ -54,34 +55,35 @@ def rows(ops: Mapping[str, Rule] | None = None) -> list[Row]:
 
 def row_of(rule: Rule, names: list[str]) -> Row:
     """The row of one rule, on the example of the first of its ops that has one."""
-    function: Any = inspect.unwrap(rule.func if isinstance(rule, partial) else rule)
-    text, whole = next((found[name] for name in names if name in (found := examples())), None), is_whole(rule)
+    function, whole = _written(rule), is_whole(rule)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    text = None if whole else next((EXAMPLE_OF[name] for name in names if name in EXAMPLE_OF and is_there(name)), None)
     return Row(
         rule=rule,
         ops=tuple(names),
-        name=function.__name__,
-        file=_shown_path(Path(function.__code__.co_filename)),
-        line=function.__code__.co_firstlineno,
+        name=getattr(function, "__name__", type(function).__name__),
+        file=_shown_path(Path(code.co_filename)) if code is not None else "",
+        line=code.co_firstlineno if code is not None else 0,
         summary=(inspect.getdoc(function) or "").partition("\n")[0],
         whole=whole,
         of_user=any(name_of(op) in names for op in registered),
-        example=None if whole else text,
-        claims=claims_of(rule, call_of(text, RANKS)) if text is not None and not whole else None,
+        example=text,
+        claims=claims_of(rule, call_of(text, RANKS)) if text is not None else None,
     )
 
 
-@cache
-def examples() -> dict[str, str]:
-    """The examples by the name of their op, without those of ops that this torch lacks."""
-    named = {text.partition("(")[0]: text for text in EXAMPLES}
-    return {name: text for name, text in named.items() if is_there(name)}
+def _written(rule: Any) -> Any:
+    """The function that somebody wrote: that of a user behind our own, or one that takes a row of a table of labels."""
+    while isinstance(rule, partial) or hasattr(rule, "__wrapped__"):
+        rule = rule.func if isinstance(rule, partial) else rule.__wrapped__
+    return rule
 
 
 def example_of(name: str, rule: Rule) -> str | None:
     """The example of an op; without one of its own, that of another op of its rule, if it takes the same arguments."""
-    if name in examples() or not is_there(name):
-        return examples().get(name)
-    others = [examples()[other] for other, each in ruled_ops().items() if each is rule and other in examples()]
+    if name in EXAMPLE_OF or not is_there(name):
+        return EXAMPLE_OF.get(name) if is_there(name) else None
+    others = [EXAMPLE_OF[other] for other, each in ruled_ops().items() if each is rule and other in EXAMPLE_OF]
     return next((text for other in others if is_taken(text := f"{name}({other.partition('(')[2]}")), None)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from spmd.rules.table.claims import Claims, claims_of
 from spmd.rules.table.example_call import call_of
 from spmd.rules.table.examples import EXAMPLES
 from spmd.rules.table.names import is_there, op_called, ops_like, ruled_ops
-from spmd.rules.table.rows import Row, example_of, examples, rows
+from spmd.rules.table.rows import EXAMPLE_OF, Row, example_of, row_of, rows
+from spmd.rules.user_rules import _rule
 
 from .test_rules import SAMPLES, UNTRIED
 
@@ -48,7 +51,7 @@ def test_every_rule_of_the_table_is_run_by_the_engine(table: list[Row]) -> None:
     untried = [row for row in table if row.rule not in tried and not row.whole]
     assert [row.ops for row in untried if not row.ops[0].startswith(NAMED)] == []
     by_op = {sample.op for sample in SAMPLES}
-    shown = [op_called(text.partition("(")[0]) for text in examples().values()]
+    shown = [op_called(name) for name in EXAMPLE_OF if is_there(name)]
     without = {op.name().removeprefix("aten::") for op in shown if op not in by_op}
     assert {name for name in without if not name.startswith("transformers")} <= UNTRIED, "an example without a sample"
 
@@ -144,3 +147,17 @@ def test_labels_are_read_only_meanwhile() -> None:
         claims("aten.mm(f32[4, 8], f32[8, 6])")
     claims("aten.t(f32[4, 6])")
     assert (len(first), len(second)) == (1, 0), "the inner reader has them"
+
+
+class Whole:
+    """No part of anything."""
+
+    def __call__(self, *args: Any) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("function", [Whole(), partial(Whole().__call__, 1), max], ids=["object", "partial", "builtin"])
+def test_a_rule_of_a_user_may_be_any_callable(function: Any) -> None:
+    row = row_of(_rule(function), ["mylib.op"])
+    assert row.claims is None and not row.whole and row.letters == ""
+    assert row.file in ("tests/spmd/rules/test_table.py", "") and (row.line > 0) == bool(row.file)
