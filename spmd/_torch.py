@@ -567,7 +567,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """The number of objects that share the memory of ``tensor``: tensors, Python's or not, and storages of Python's.
+    """Count what shares the memory of ``tensor``: tensors, Python's or not, itself included, and Python's storages.
 
     Of these, there is one object for each memory. ``_storage_Use_Count`` is private; seen in 2.11 to 2.15. It counts
     the object that is asked for here, too.
