@@ -138,7 +138,7 @@ def decide_gathers(program: Program, pipeline: Sequence[Pass], all_gather: AllGa
 def bytes_of_stages(
     program: Program, pipeline: Sequence[Pass], all_gather: AllGather, kept: Sequence[Program] = ()
 ) -> tuple[int, str, int]:
-    """What a pipeline holds on its device once the passes are through, on the rank that needs the most; collective.
+    """The bytes that a pipeline holds on its device after the passes, on the rank that needs the most; collective.
 
     With it a sentence on the peak there, and what graphs and compiling take of it.
     """
@@ -156,7 +156,7 @@ def bytes_of_stages(
 
 
 def _bytes_beside(program: Program) -> int:
-    """What ops need while they run and the allocator keeps, beside what is planned."""
+    """Bytes beside planned memory: temporaries of ops while they run, and gaps that the allocator keeps."""
     planned = sum(each.allocated for each in planned_memory(program).values())
     return int(max(planned, most_with_temporaries(program, device_of(program))) * (1 + _GAPS)) - planned
 
@@ -168,7 +168,7 @@ def describe_fit(schedule: str, peak: int, budget: int) -> str:
 
 @dataclass(frozen=True)
 class _Way:
-    """Which parameters are gathered again for backward, how many units ahead, and whether runs gather them once."""
+    """A policy of gathers: parameters gathered again for backward, units ahead, and whether runs gather them once."""
 
     reshard: frozenset[str]
     prefetch: tuple[int, int]
@@ -342,7 +342,7 @@ def _recompute(level: Level) -> Recompute | None:
 
 
 def _place_of(pipeline: Sequence[Pass]) -> int:
-    """Where values are recomputed."""
+    """The position in a pipeline at which values are recomputed. Raises ``PassError`` if it has none."""
     places = [k for k, each in enumerate(pipeline) if isinstance(each, (Recompute, FormUnits))]
     if not places:
         raise PassError("memory= recomputes values before FormUnits, or at Recompute(): the pipeline has neither")
@@ -350,7 +350,7 @@ def _place_of(pipeline: Sequence[Pass]) -> int:
 
 
 def _ways(program: Program) -> list[_Way]:
-    """How parameters may be gathered, the program's own way first."""
+    """The policies by which parameters may be gathered, the program's own first."""
     own = _Way(program.reshard, program.prefetch, bool(program.gathers_once))
     gathered = {name for node in program.collectives() if _gathers(node) for name in node.meta["collective"].of}
     sharded = {i.name for i in program.inputs if i.role is Role.PARAMETER and is_sharded(i.placement)}
@@ -376,7 +376,7 @@ def describe_program(program: Program) -> str:
 
 
 def settings_of(program: Program) -> Settings:
-    """How a partitioned program runs."""
+    """The settings by which a partitioned program runs, for advice on its memory."""
     micro, inputs = program.micro_batches, list(zip(program.inputs, program.placeholders, strict=True))
     rows = {i.name: p.dim for i, _ in inputs for p in i.placement if i.role is Role.BATCH and isinstance(p, Shard)}
     rows = rows if micro is None else dict(micro.split)

@@ -65,7 +65,7 @@ def _ops(before: list[Given], after: list[Given], least: float) -> Iterator[str]
 
 
 def _collectives(before: Given, after: Given) -> Iterator[str]:
-    """What is sent along each axis, with the reasons that are new and those that are gone."""
+    """Traffic along each axis that changed, with the reasons that are new and those that are gone."""
     old, new = _sums(before["traffic"]), _sums(after["traffic"])
     for what in [*old, *(each for each in new if each not in old)]:
         (count, size, why), (counted, sized, reasons) = old.get(what, (0, 0, [])), new.get(what, (0, 0, []))
@@ -108,7 +108,7 @@ def _passes(before: Given, after: Given) -> Iterator[str]:
 
 
 def _done(report: Given) -> dict[str, str]:
-    """What each pass did, in turn where it runs more than once."""
+    """The outcome of each pass by name, in turn where it runs more than once."""
     found: dict[str, list[str]] = defaultdict(list)
     for each in report["passes"]:
         found[each["stage"].partition("_")[2]].append(each["did"])

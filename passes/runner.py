@@ -104,7 +104,7 @@ def _stage(number: int, each: Pass, program: Program, promised: Program | None) 
 
 
 def _rewritten(program: Program) -> list[Program]:
-    """What passes rewrite: the program, or those of a pipeline that this rank runs in its place."""
+    """The programs that passes rewrite: this one, or those of a pipeline that this rank runs in its place."""
     bundle: Bundle | None = program.stages
     return [program] if bundle is None else [bundle.programs[role] for role in bundle.roles_of(program)]
 

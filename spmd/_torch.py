@@ -393,7 +393,7 @@ def saved_tensors_hooks() -> Any:
 
 
 def count_dispatch_modes() -> int:
-    """How many modes around the call take ops from torch's dispatcher. 2.11 to 2.15."""
+    """The number of modes around the call that take ops from torch's dispatcher. 2.11 to 2.15."""
     return int(torch._C._len_torch_dispatch_stack())
 
 
@@ -410,7 +410,7 @@ def global_hooks() -> list[dict[int, Any]]:
 
 
 def users_global_hooks() -> list[list[Any]]:
-    """Those of them that are not our own: a save in the background has one on all optimizers as long as it reads."""
+    """The user's global hooks: a save in the background has one of ours on all optimizers as long as it reads."""
     return [
         [x for x in [*each.values()] if not f"{getattr(x, '__module__', '')}".startswith("spmd.")]
         for each in global_hooks()
@@ -428,7 +428,7 @@ def begin_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any
 
 
 def single_tensor_functions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where one of torch's optimizers finds the function that updates one parameter after another: (globals, name).
+    """The functions by which one of torch's optimizers updates parameter after parameter: (globals, name) of each.
 
     ``_single_tensor_*`` are private. They take a list of parameters, and lists of what belongs to each. 2.11 to 2.15.
     """
@@ -489,7 +489,7 @@ FIELDS_OF_TENSORS = frozenset(("_local_tensor", "_spec", "_is_param"))
 def dtensor_spec(
     mesh: DeviceMesh, placement: Sequence[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> Any:
-    """What a DTensor is besides this rank's part of it; ``shape`` and ``stride`` are those of the whole tensor.
+    """The spec of a DTensor, without this rank's part; ``shape`` and ``stride`` are those of the whole tensor.
 
     ``DTensorSpec`` and ``TensorMeta`` are private; seen in 2.11 to 2.15.
     """
@@ -567,7 +567,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """How many share the memory of ``tensor``: tensors, Python's or not, itself included, and storages of Python's.
+    """Count what shares the memory of ``tensor``: tensors, Python's or not, itself included, and Python's storages.
 
     Of these, there is one object for each memory. ``_storage_Use_Count`` is private; seen in 2.11 to 2.15. It counts
     the object that is asked for here, too.

@@ -135,7 +135,7 @@ class _Tracing:
         return None if self.own is None else self.own.capture
 
     def capture(self) -> CapturedCall:
-        """What an earlier trace captured, if one serves the call, else a new trace."""
+        """Take the capture of an earlier trace, if one serves the call, else trace anew."""
         if self.own is None:
             return self.trace()
         return CapturedCall(self.own.capture.at(self.call, self.name), self.own.guards.reads)

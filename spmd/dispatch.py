@@ -244,7 +244,7 @@ class Dispatch:
             self.fit(turn, given)
 
     def _splits(self, given: Arguments, call: Call) -> dict[str, Split]:
-        """How the arguments are split, found once for arguments of the same names and numbers of dims."""
+        """The splits of the arguments, found once for arguments of the same names and numbers of dims."""
         key = tuple((leaf.name, leaf.value.ndim) for leaf in given.tensors())
         if not self._known_splits.get(key):
             self._known_splits[key] = splits_of(call)

@@ -25,7 +25,7 @@ class EditedPrograms:
 
     @classmethod
     def read(cls, folder: Any) -> EditedPrograms | None:
-        """Those of a step's folder in a dump; None for None. Raises ``ValueError`` where there are none."""
+        """Read the programs of a step's folder in a dump; None for None. Raises ``ValueError`` where there are none."""
         if folder is None:
             return None
         path = Path(folder)

@@ -35,7 +35,7 @@ from .unexpected_errors import errors_of
 
 
 def cache_setting() -> str:
-    """What the environment variable ``SPMD_CACHE`` says; "on" where there is none."""
+    """The value of the environment variable ``SPMD_CACHE``; "on" where there is none."""
     return os.environ.get("SPMD_CACHE", "on")
 
 
@@ -221,7 +221,7 @@ class Options:
         return program if self.program is None else self.program.of(program)
 
     def describe(self, made: Program) -> str:
-        """What must be equal on all ranks: whether calls are measured, and the edits of a program that was made."""
+        """Describe what must be equal on all ranks: whether calls are measured, and the edits of a program."""
         measures = "\nspmd.Auto(adapt=True)" if isinstance(self.mode, Auto) and self.mode.adapt else ""
         return measures if self.program is None else f"{measures}\n{self.program.describe(made)}"
 
@@ -234,7 +234,7 @@ class Options:
 
     @property
     def dump_folder(self) -> Path | None:
-        """Where to write dumps: the user's folder, else that of the environment variable ``SPMD_DUMP``.
+        """The folder of dumps: the user's, else that of the environment variable ``SPMD_DUMP``.
 
         Simulated ranks write none.
         """

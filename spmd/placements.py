@@ -89,7 +89,7 @@ class Dealt(OwnRows):
     """Rows dealt out like cards: row k is that of rank k mod ranks."""
 
     def length(self, size: int, ranks: int) -> int:
-        """As many as the first rank is dealt."""
+        """The number of rows that the first rank is dealt: none has more."""
         return -(-size // ranks)
 
 
@@ -100,7 +100,7 @@ class OwnOrder(OwnRows):
     """
 
     def length(self, size: int, ranks: int) -> int:
-        """As many on each rank."""
+        """The number of rows on each rank, equal on all."""
         return size // ranks
 
 

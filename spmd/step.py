@@ -65,7 +65,7 @@ class CompiledStep(Generic[P, R]):
         return f"<compiled step {self._name}, {self._options.mode!r}, programs: {ran}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the same, and the report of the program last run."""
+        """The text that a notebook shows: the same, and the report of the program last run."""
         report = self.report()._repr_html_() if self._dispatch.programs.last else ""
         return f"<p><code>{html.escape(repr(self))}</code></p>{report}"
 

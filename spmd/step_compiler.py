@@ -78,7 +78,7 @@ _ONE_BATCH = "all ranks passed one batch"  # among what was warned of
 
 
 class Made(NamedTuple):
-    """What capture, partition and passes made of a call. ``entry``: of the cache, if it was read from one."""
+    """The products of capture, partition and passes for a call. ``entry``: of the cache, if it was read from one."""
 
     captured: Captured
     reads: Reads | ReadGuards
@@ -284,7 +284,7 @@ class StepCompiler:
     def _from_entry(
         self, lookup: Lookup, call: Call, agreement: Agreement, stages: CompilePhases, dump: Dump
     ) -> Made | None:
-        """What an entry of the cache makes of a call; None if there is none. Passes run where state lies otherwise."""
+        """Make programs from an entry of the cache; None if there is none. Passes run where state lies otherwise."""
         warm, pipeline = lookup.capture, self._options.pipeline
         if warm is None or warm.programs is None:
             return None

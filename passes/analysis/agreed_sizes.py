@@ -1,4 +1,4 @@
-"""How many bytes a collective moves, as all ranks know it: the size by which passes decide.
+"""The bytes that a collective moves, as all ranks know it: the size by which passes decide.
 
 Ranks must take the same decisions. The ranks of one group have operands of one size, since uneven shards are padded
 before they are sent; but on a mesh of several axes the next group may have shorter ones, where another axis splits a

@@ -1,4 +1,4 @@
-"""Which nodes may share memory, and how long each piece of memory is read.
+"""Storages of nodes: those that may share memory, and how long each is read.
 
 A program is functional, so values never change under its readers, and passes may forget about memory; but for two
 questions. May a value be overwritten (``UpdateInPlace``)? Would an edit make two outputs, or an output and an input,

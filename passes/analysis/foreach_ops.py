@@ -41,7 +41,7 @@ class Entry:
 
 
 def entry_of(node: fx.Node) -> Entry | None:
-    """Which entry ``node`` is; None if it is none."""
+    """The entry of a list op's results that ``node`` takes; None if it takes none."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return None
     results, index = node.args[0], node.args[1]

@@ -1,4 +1,4 @@
-"""How an op writes its result into memory that it is given, where torch has a kernel that really does.
+"""Out variants of ops that really write their result into given memory.
 
 torch generates an out variant for every op, but most of them compute into fresh memory and copy. Here count those
 with a kernel of their own on the device; copies and fills, which are writes by nature; and collectives.
@@ -55,7 +55,7 @@ class OutVariant:
 
 
 def out_variant(node: fx.Node) -> OutVariant | None:
-    """How ``node`` can write its results into given memory; None if it has to allocate."""
+    """The call that writes the results of ``node`` into given memory; None if it has to allocate."""
     vals = results_of(node)
     if not vals or not isinstance(node.target, OpOverload) or not is_pure(node):
         return None

@@ -1,4 +1,4 @@
-"""Which parameters belong to which repeated block of a model, by the names and shapes of its parameters alone.
+"""Find the repeated blocks of a model, by the names and shapes of its parameters alone.
 
 A repeated block is one of several numbered siblings (``model.blocks.0``, ``model.blocks.1``) that have parameters of
 equal names and shapes, in more than one leaf module each: the layers of a transformer, not the Linears of a Sequential.
@@ -38,5 +38,5 @@ def _parent(module: str) -> str:
 
 
 def _leaves(inside: list[tuple[str, Shape]]) -> int:
-    """How many modules hold these parameters themselves."""
+    """The number of modules that hold these parameters themselves."""
     return len({_parent(name) for name, _ in inside})

@@ -1,4 +1,4 @@
-"""How values lie in memory, as far as all ranks know it: the only file in which a pass asks for strides.
+"""Layouts of values in memory, as far as all ranks know them: the only file in which a pass asks for strides.
 
 Ranks must take the same decisions. Where they hold parts of other lengths, what one of them sees decides nothing: a
 tensor with a single row, or none, is contiguous in any order of its dims, and the same tensor on the next rank is not.

@@ -32,7 +32,7 @@ _Index = tuple[int, int]  # of a unit, and of a parameter in it
 
 @dataclass(frozen=True)
 class Packing:
-    """How collectives of one kind become one: the op, packing of operands, unpacking of the result (``packed.py``)."""
+    """The merger of collectives of one kind: the op, and functions that pack operands and unpack the result."""
 
     kind: Kind
     op: Any

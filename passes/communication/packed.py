@@ -1,4 +1,4 @@
-"""How the members of a bucket are packed for one collective and unpacked from its result, and how that is recognised.
+"""Pack the members of a bucket for one collective, unpack them from its result, and recognise both.
 
 The function that builds a layout and the one that matches it stand side by side. There are two layouts: flat, the
 members one after the other (total,); and in columns, a row for each rank (ranks, total), each member some columns.

@@ -66,7 +66,7 @@ class Reshard(Pass):
 
 
 def _prefetch(program: Program) -> tuple[int, int]:
-    """How many units ahead gathers may start, in forward and in backward."""
+    """The number of units ahead of their own at which gathers may start, in forward and in backward."""
     forward, backward = program.prefetch
     most = program.limit_gathers - 1 if program.limit_gathers is not None else max(program.prefetch)
     return min(forward, most), min(backward, most)

@@ -13,7 +13,7 @@ _STATE = (Holds.PARAMETERS, Holds.GRADIENTS, Holds.OPTIMIZER_STATE)
 
 @dataclass(frozen=True)
 class Settings:
-    """How a step runs: ``parts`` of its rows one after the other, with ``rows`` each (0 if they are not known).
+    """Settings by which a step runs: ``parts`` of its rows in turn, with ``rows`` each (0 if they are not known).
 
     ``is_split``: ranks have parts of parameters; ``adds_whole``: parts add up whole gradients. ``ranks``: along all
     axes.
@@ -40,7 +40,7 @@ def describe_peak(planned: PlannedMemory, settings: Settings) -> str:
 
 
 def _next_setting(kind: str, settings: Settings) -> str:
-    """What makes the largest kind of value smaller that lives then."""
+    """Advice that makes the kind of value smaller that is largest at the peak."""
     if kind == Holds.ACTIVATIONS:
         return _fewer_rows(settings)
     if kind in _STATE and not settings.is_split and settings.ranks > 1:

@@ -1,4 +1,4 @@
-"""Where forward is cut, so that backward computes it again part by part.
+"""Cut forward into parts, so that backward computes it again part by part.
 
 What runs again reads operands that may run again, too. If all results in a chain of blocks are dropped, the whole chain
 runs again when backward begins, and nothing is saved. If what crosses some cuts stays kept, each part runs again when

@@ -137,7 +137,7 @@ class _Vals:
 
     @classmethod
     def of(cls, vals: Sequence[torch.Tensor]) -> _Vals:
-        """Those of members with these fakes."""
+        """Make the values of a flat tensor and its parts, for members with these fakes."""
         sizes = [val.numel() for val in vals]
         flat = vals[0].new_empty(sum(sizes))
         pieces = aten.split_with_sizes.default(flat, sizes)

@@ -37,7 +37,7 @@ class Space:
 
     @classmethod
     def of(cls, arena: fx.Node) -> Space:
-        """Where an arena lies."""
+        """The space that an arena lies in."""
         return cls(*arena.args[1:])  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""How much memory a program needs whose backward computes values again: by the lives of its values, without rewriting.
+"""Peak memory of a program whose backward computes values again, by the lives of its values, without rewriting it.
 
 What ``Recompute`` would make is run on a clock: each node of the graph is a tick, and so is each op that runs again,
 before the node that reads it first. As in a final program, values whose ops write into given memory share an arena that

@@ -48,7 +48,7 @@ class ReduceInPlace(Pass):
 
 
 class _Readers:
-    """Who reads which memory of a graph, and until when."""
+    """The last readers of each piece of memory of a graph."""
 
     def __init__(self, program: Program) -> None:
         graph = program.graph

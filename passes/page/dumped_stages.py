@@ -47,7 +47,7 @@ class StageTables:
             before = read, numbers
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Convert to plain data, for JSON."""
         return {"statements": self.statements.to_list(), "texts": self.texts.to_list(), "stages": self.stages}
 
     def _number(self, statement: Statement, details: Details) -> int:

@@ -26,7 +26,7 @@ class NodeDetails:
         self._last = found
 
     def to_text(self) -> str:
-        """As JSON. Lines and placements are written once: nodes have their numbers."""
+        """Convert to JSON. Lines and placements are written once: nodes have their numbers."""
         tables: tuple[dict[str, int], dict[str, int]] = {"": 0}, {"": 0}
         stages = {
             stage: {

@@ -26,7 +26,7 @@ class Held:
 
     @property
     def elements(self) -> int:
-        """Of the whole tensor."""
+        """The number of elements of the whole tensor."""
         found = 1
         for size in self.shape:
             found *= size

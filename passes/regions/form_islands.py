@@ -105,7 +105,7 @@ class _Runs:
         self._sink()
 
     def groups(self) -> list[list[fx.Node]]:
-        """What is connected within a run, each in order; in the order in which they run."""
+        """Connected nodes within a run, each group in the order of the graph; groups in the order in which they run."""
         found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in self.graph.nodes:
             if node in self.inside:

@@ -62,7 +62,7 @@ class FormRegions(Pass):
 
 
 class _Groups:
-    """Which ops can run together: each node's segment, between two starts or waits, and its level in there.
+    """Groups of ops that can run together: each node's segment, between two starts or waits, and its level in there.
 
     Nodes of one segment and level depend on each other through ops of regions alone: a path through any other node, or
     to another device, leads to a higher level. So any of them make a convex group, and nodes sorted by level, those

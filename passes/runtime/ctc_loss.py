@@ -39,7 +39,7 @@ def _forward(
 
 
 def _unreached(log_alpha: Tensor, input_lengths: Tensor, target_lengths: Tensor) -> Tensor:
-    """Where ``log_alpha`` has no meaning: behind a row's own frames and states torch's kernel leaves what was there."""
+    """Mask of ``log_alpha`` without meaning: behind a row's own frames and states the kernel leaves what was there."""
     _rows, frames, states = log_alpha.shape
     frame = torch.arange(frames, device=log_alpha.device)
     state = torch.arange(states, device=log_alpha.device)

@@ -86,7 +86,7 @@ def _wait_for_message(work: Any) -> None:
 
 
 def _failure(work: Any) -> Exception | None:
-    """What the wait for a message raises."""
+    """Wait for a message and return what that raises, or None."""
     try:
         _finish(work, _MESSAGE)
     except Exception as error:

@@ -31,7 +31,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lane:
-    """What the ranks at one coordinate do: seconds in which they wait for others, bytes at their peak, and the bars."""
+    """The work of the ranks at one coordinate: seconds that they wait for others, bytes at their peak, and the bars."""
 
     name: str
     idle: float

@@ -176,6 +176,6 @@ def _flops(op: Any, node: fx.Node) -> int:
 
 
 def _products(read: list[torch.Tensor]) -> int:
-    """How many matrix products one op does: a batch of them, if both operands have three dims."""
+    """The number of matrix products in one op: a batch of them, if both operands have three dims."""
     batched = [val for val in read if val.dim() == 3]
     return max(1, batched[0].shape[0]) if len(batched) >= 2 else 1

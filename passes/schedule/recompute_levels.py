@@ -1,4 +1,4 @@
-"""Which values backward computes again, level by level: each needs less memory and more time than the one before.
+"""Levels of values that backward computes again, each with less memory and more time than the one before.
 
 Greedy: of the values that wait for backward where most memory is in use, some are dropped, first what costs the least
 time for its bytes, counting the ops that have to run again on its account and do not run again yet. Then the lives of

@@ -71,7 +71,7 @@ class TransferTime:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Its length in seconds."""
         return self.end - self.start
 
 

@@ -131,7 +131,7 @@ def assign_streams(program: Program, memory: TouchedMemory | None = None) -> Str
 
 
 def stream_of(program: Program, node: fx.Node) -> str:
-    """Where a node runs."""
+    """The stream that a node runs on: by its axis and group if it communicates, else by its devices."""
     if is_collective(node):
         group = group_of(node)
         axis = program.mesh.axis_of_group(group)
@@ -151,7 +151,7 @@ _Clock = dict[str, int]  # how many operations of each stream are known to be do
 
 @dataclass
 class _Users:
-    """Who used some bytes last: who wrote them, and who read them since, by stream."""
+    """Last uses of some bytes: the write, and the reads since then, by stream."""
 
     written: tuple[str, int] | None = None
     read: _Clock = field(default_factory=dict)

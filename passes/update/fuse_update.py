@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class FuseUpdate(Pass):
-    """Where a parameter's update is what Adam, AdamW, SGD or Adagrad computes, one op does it for all of a unit.
+    """Updates of a unit that Adam, AdamW, SGD or Adagrad would compute become one fused op.
 
     An optimizer is found by its arithmetic, never by its name, so an equal update that a user writes is found, too.
     The ops around it stay: clipping before it, averages of its results. Where all new values are selected or none, as

@@ -103,7 +103,7 @@ def _set(table: Any, module: nn.Module, value: Any) -> None:
 
 
 def applications() -> int:
-    """How many annotations there were so far in this process."""
+    """The number of annotations so far in this process."""
     return _applications
 
 

@@ -122,7 +122,7 @@ class Annotations:
         return None if self.mesh is None else roles_by_position(axis_names(self.mesh), self.mesh.ndim)
 
     def facts(self) -> list[Any]:
-        """What modules ask for, without the modules themselves, their mesh, and what the mode asks for."""
+        """Describe what modules ask for, without the modules themselves, their mesh, and what the mode asks for."""
         units = [
             [each.annotation.api, each.paths, each.is_root, each.reshards, each.mp_policy, each.offload_policy]
             for each in self.units

@@ -73,7 +73,7 @@ class Warm:
 
 @dataclass
 class Lookup:
-    """What a call is looked up by, and what the look-up found.
+    """A look-up: what identifies a call, and the entry that was found.
 
     ``why``: the reason that its capture cannot be data, and ``not_kept`` that the programs behind it are not stored.
     ``islands``: of the step, where it has a backend that compiles them.
@@ -504,7 +504,7 @@ def _rank() -> int:
 
 
 def _entries(text: str) -> Any:
-    """What a rank says of its entries; None for a text that says something else."""
+    """Read what a rank published of its entries; None for other text."""
     with suppress(ValueError):
         return json.loads(text)
     return None

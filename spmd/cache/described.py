@@ -326,7 +326,7 @@ def _ran_in(value: Any, ran: Collection[int]) -> bool:
 
 
 def _read_by_python(cls: type) -> Iterator[Any]:
-    """What Python's own functions read of a class, whose names the step's code need not have: nothing records that."""
+    """Entries of a class that Python's own functions read, though the step's code may not name them."""
     for name, kind in vars(cls).get("__annotations__", {}).items():
         yield from (name, kind)
     if issubclass(cls, enum.Enum):

@@ -80,7 +80,7 @@ def kernels_from_files(data: Mapping[str, Any], files: Mapping[str, bytes], isla
 
 
 def surroundings_of_kernels() -> list[Any]:
-    """What kernels are compiled for and by: each instruction of the processor counts, as compilers use them all.
+    """The processor, compiler and settings of kernels; each instruction counts, as compilers use them all.
 
     The compiler is compared by its file, which is quicker to look at than to run.
     """

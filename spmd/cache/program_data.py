@@ -115,7 +115,7 @@ class StoredProgram(Program):
 
     @property
     def assignment(self) -> Any:
-        """How each captured node is computed; read when it is first asked for."""
+        """The assignment of the captured program; read when it is first asked for."""
         if self._assignment is None and self.assigned is not None:
             self._assignment = Assignment.read(self.assigned)
         return self._assignment
@@ -348,7 +348,7 @@ class _Reader:
 
 
 def _runs(micro: MicroBatches | None) -> Any:
-    """How often a program runs in a call, with the programs of its first runs.
+    """Micro-batches of a program as data, with the programs of its first runs.
 
     Raises ``NotCachedError`` where ranks divide the runs: each has its own, and the name of a group of its process.
     """

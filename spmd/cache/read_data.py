@@ -1,4 +1,4 @@
-"""What a trace read, as data: sites by path, with descriptions of their values; and the same bound to live objects.
+"""Reads of a trace as data: sites by path, with descriptions of their values; and the same bound to live objects.
 
 Bound to other objects it holds only if a trace would read the same: every value, global and container has the same
 description, objects are shared as they were, and the code that ran is what would run.
@@ -58,7 +58,7 @@ class Placed:
         return len(self.paths) - 1
 
     def shared(self, value: Any, seen: tuple[int, ...] = ()) -> list[Any]:
-        """Which objects a value is, or has in it as a container: two sites may lead to one object."""
+        """Identities of a value and of the objects in it: two sites may lead to one object."""
         if is_plain(value):
             return []
         own = self.numbers.get(id(value), -1)
@@ -84,7 +84,7 @@ def reads_to_data(
     names: Mapping[int, str],
     kept: Sequence[ReadSite] = (),
 ) -> tuple[dict[str, Any], Placed]:
-    """What a trace read, as JSON. Raises ``NotCachedError`` for what no other process can find or compare.
+    """Describe reads of a trace, for JSON. Raises ``NotCachedError`` for what no other process can find or compare.
 
     ``names``: of the call's state, modules and optimizers, by id; ``kept``: the sites of numbers that are inputs.
     """

@@ -150,7 +150,7 @@ def _digest(name: str, namespace: dict[str, Any]) -> list[Any]:
 
 
 class _Looked:
-    """What a digest was made of: the entries of a module and of its classes, and the code of their functions."""
+    """The sources of a digest: the entries of a module and of its classes, and the code of their functions."""
 
     def __init__(self, places: list[Mapping[str, Any]], digest: list[Any]) -> None:
         self.digest, self._places, self._keys, self._values = digest, places, *_entries(places)

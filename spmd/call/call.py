@@ -136,7 +136,7 @@ class Call:
         return self.groups.mesh
 
     def _axis_roles(self) -> Roles:
-        """As the user names them, else as the mesh of the annotations says, else as the mode does."""
+        """Roles of the axes, as the user names them, else by the mesh of the annotations, else by the mode."""
         annotated, own = self.annotations.axis_roles, self.mode.mesh
         names = axis_names(self.device_mesh if own is None else own)
         of_mode = self.mode.axis_roles(names)

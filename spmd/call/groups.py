@@ -45,7 +45,7 @@ class Groups:
         self.mesh = replace(self.mesh, axes=tuple(axes))
 
     def kept_by(self) -> list[int]:
-        """How many ranks keep parameters together after forward, ascending; other than one and all of them.
+        """Numbers of ranks that keep parameters together after forward, ascending; other than one and all of them.
 
         Raises ``PlacementError`` for a number that does not divide the ranks, or where these are along several axes.
         """

@@ -122,7 +122,7 @@ def _check_sizes(tensors: list[tuple[str, torch.Tensor]], dim: int, are_split: b
 
 
 def _packed(sizes: Mapping[str, int]) -> str:
-    """What to do with an argument that seems to hold several entries for each row of the others, as patches do."""
+    """Advice on an argument that seems to hold several entries for each row of the others, as patches do."""
     rows = min(sizes.values(), default=0)
     name = next((name for name, size in sizes.items() if rows and size > rows and size % rows == 0), "")
     if not name:

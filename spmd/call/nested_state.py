@@ -21,7 +21,7 @@ def is_nested(value: Any) -> bool:
 
 
 def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """What is in nested containers, each by its path; any other value by itself."""
+    """Leaves of nested containers, each with its path; any other value by itself."""
     if not is_nested(value):
         yield path, value
         return

@@ -31,7 +31,7 @@ Exchange = Callable[[torch.Tensor, list[int], list[int], tuple[int, ...]], torch
 
 @dataclass(frozen=True)
 class Split:
-    """How ranks split an argument: along ``dim``, over ``axes`` of the mesh, which are numbers."""
+    """The split of an argument: along ``dim``, over ``axes`` of the mesh, which are numbers."""
 
     dim: int
     axes: tuple[int, ...]
@@ -101,7 +101,7 @@ class UnequalRows:
         return value.narrow(dim, sum(rows[: self.index]), rows[self.index]).clone()
 
     def _parts(self, rows: int) -> list[int]:
-        """How many rows each rank has in a program: cut along one axis after the other."""
+        """The number of rows of each rank in a program: cut along one axis after the other."""
         parts = [rows]
         for size in self.sizes:
             parts = [chunk(each, size, k)[1] for each in parts for k in range(size)]
@@ -127,7 +127,7 @@ class Shows(Protocol):
 
 
 class RowsOfResults:
-    """Which results have rows of the batch, as programs of even batches split them, by the names of all results.
+    """Results that have rows of the batch, as programs of even batches split them, by the names of all results.
 
     A program of an uneven batch may have gathered rows, and cannot say it itself.
     """
@@ -184,7 +184,7 @@ def restore(
 
 
 def _overlaps(own: Sequence[int], others: Sequence[int], index: int) -> list[int]:
-    """How many of the rows that ``index`` has, if ranks have ``own`` many each, each rank has if they have others."""
+    """Count the rows of rank ``index``, where ranks have ``own`` many, that each rank has with ``others``."""
     ends = list(accumulate(own))
     start, stop = ends[index] - own[index], ends[index]
     others_end = list(accumulate(others))

@@ -43,7 +43,7 @@ def make(folder: Path) -> None:
 
 
 def target(folder: Path, step: int | None) -> Path:
-    """Where the checkpoint of a step lies; without ``step`` the folder itself is one."""
+    """The folder of a step's checkpoint; without ``step`` the folder itself is one."""
     return folder if step is None else folder / f"step-{step}"
 
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint goes: the live tensor that each stored tensor is read into, made where there is none yet.
+"""Targets of a load: the live tensor that each stored tensor is read into, made where there is none yet.
 
 A model's tensors are all there. State of an optimizer may not be: then it is made, placed as its parameter where it has
 the parameter's shape. State of other objects is read into new tensors, which the object loads.

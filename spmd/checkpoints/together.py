@@ -50,7 +50,7 @@ class Together:
         return self._connection.groups[0] if self._connection is not None else None
 
     def watched_store(self, name: str) -> AbstractContextManager[Any]:
-        """As that of the connection: a store in which each rank opens one gloo group."""
+        """Open the connection's store, in which each rank makes one gloo group."""
         assert self._connection is not None, "there are several ranks"
         return self._connection.watched_store(name)
 
@@ -61,7 +61,7 @@ class Together:
 
     @property
     def standing(self) -> Standing:
-        """How the state of this rank stands."""
+        """The standing of this rank's state; in a world of one it is alone."""
         return standing_of(self._connection)
 
     def run(self, work: Callable[[], Any]) -> list[Any]:

@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _changed(path: Path | None, found: list[Plans], parser: argparse.ArgumentParser, is_one: bool) -> list[str]:
-    """What changed since the plan of ``--against``."""
+    """Lines on what changed since the plan of ``--against``; none without it."""
     if path is None:
         return []
     if not is_one:

@@ -15,7 +15,7 @@ def load_step(which: str, args: str) -> tuple[Any, tuple[Any, ...]]:
     path, _, name = which.rpartition(":")
     if not path or not name:
         raise ValueError(f"expected FILE:STEP, such as train.py:train_step, got {which!r}")
-    module = _imported(Path(path))
+    module = imported(Path(path))
     steps = [key for key, value in vars(module).items() if isinstance(value, CompiledStep)]
     step = _attribute(module, name)
     if not isinstance(getattr(step, "__func__", step), CompiledStep):
@@ -42,7 +42,8 @@ def _attribute(module: Any, name: str) -> Any:
     return found
 
 
-def _imported(path: Path) -> Any:
+def imported(path: Path) -> Any:
+    """The module of a Python file. Raises ``FileNotFoundError``, with the files that are there, for none."""
     if not path.is_file():
         near = sorted(each.name for each in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise FileNotFoundError(f"there is no file {path}; {path.parent} has {', '.join(near) or 'no Python files'}")

@@ -1,4 +1,4 @@
-"""How a step is compiled, as text: modes and their options, meshes, annotations and passes."""
+"""Modes and their options, meshes, annotations and passes by which random steps are compiled, as text."""
 
 from __future__ import annotations
 

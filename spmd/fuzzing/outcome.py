@@ -28,7 +28,7 @@ _NAME = "fuzzed_step"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a file ended. ``reason``: the refusal, or what fails, in one line, without the names of this step.
+    """The end of a file's run. ``reason``: the refusal, or what fails, in one line, without the names of this step.
 
     ``details``: all that there is to know of a failure.
     """

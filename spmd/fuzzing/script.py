@@ -36,7 +36,7 @@ class Script:
 
     @property
     def ranks(self) -> int:
-        """How many the mesh has."""
+        """The number of ranks of the mesh."""
         return math.prod(self.mesh.values())
 
     @property

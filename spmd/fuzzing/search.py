@@ -60,7 +60,7 @@ class Findings:
 
     @property
     def count(self) -> int:
-        """How many steps were verified, without those that came about while one was shrunk."""
+        """The number of verified steps, without those that came about while one was shrunk."""
         return self.agreed + self.refusals.total() + len(self.failures) + self.again
 
     def summary(self) -> str:

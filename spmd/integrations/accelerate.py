@@ -26,7 +26,7 @@ from .uneven import check_even
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """As accelerate's, for train steps that ``spmd.compile`` compiles.
+    """Accelerate's ``Accelerator``, for train steps that ``spmd.compile`` compiles.
 
     ``prepare`` wraps no model in DDP; optimizers, schedulers and data loaders it wraps as accelerate does, and a step
     takes them as arguments or from where it is written. ``accumulate``, ``gather_for_metrics``, ``print`` and trackers

@@ -122,7 +122,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     on_validation_end = on_test_end = on_predict_end = _hide_whole
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As ever, but that a mean of whole numbers, as of the rows by which logged means are weighed, is not cut."""
+        """Reduce as the base class does, without cutting a mean of whole numbers, as of rows that weigh means."""
         counts = isinstance(tensor, Tensor) and reduce_op in ("mean", "avg") and not tensor.is_floating_point()
         return super().reduce(tensor.double() if counts else tensor, group, reduce_op)
 
@@ -140,7 +140,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
 
 class Fabric(lightning.fabric.Fabric):  # type: ignore[misc]
-    """As Lightning's Fabric, for train steps that ``spmd.compile`` compiles.
+    """Lightning's ``Fabric``, for train steps that ``spmd.compile`` compiles.
 
     ``setup`` moves models to the device, and returns them and their optimizers as they are, so that a step may take
     them as arguments. ``launch``, ``setup_dataloaders``, ``print``, ``all_reduce`` and loggers work as ever.

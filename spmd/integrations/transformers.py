@@ -23,7 +23,7 @@ _STATE = "spmd"  # the folder in a checkpoint of Trainer's that has model, optim
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """As transformers' Trainer, with the numbers of one device that holds the batches of all ranks.
+    """Transformers' ``Trainer``, with the numbers of one device that holds the batches of all ranks.
 
     ``compile_options`` go to ``spmd.compile``: ``{"parallel_mode": spmd.DataParallel("fully_shard")}``. Callbacks,
     logging, evaluation, prediction, checkpoints and resuming work as ever; a checkpoint can be resumed with another

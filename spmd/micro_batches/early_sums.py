@@ -31,7 +31,7 @@ _GIVEN = (Role.BUFFER, Role.BATCH, Role.ARGUMENT, Role.KEPT, Role.CONSTANT, Role
 
 
 def early(graph: fx.Graph, sums: Sequence[fx.Node], joined: Collection[fx.Node]) -> list[fx.Node]:
-    """Those of the sums that others are computed from, or rows that each micro-batch returns (``joined``)."""
+    """Sums that other sums are computed from, or rows that each micro-batch returns (``joined``)."""
     sources: dict[fx.Node, set[fx.Node]] = {}
     found = dict.fromkeys(sums, False)
     for node in graph.nodes:
@@ -78,7 +78,7 @@ def compute_early(
 
 
 def floats(sums: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of the sums whose last bits depend on an order."""
+    """Sums whose last bits depend on an order."""
     return [node for node in sums if node.meta["val"].is_floating_point()]
 
 
@@ -151,13 +151,13 @@ def _behind_update(node: fx.Node) -> fx.Node | None:
 
 
 def of_activations(captured: Program, sums: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of the sums that do not follow from arguments alone."""
+    """Sums that do not follow from arguments alone."""
     by_name = {node.name: node for node in captured.graph.nodes}
     return [node for node in sums if _needed(captured, by_name[_captured(node)])]
 
 
 def _needed(program: Program, value: fx.Node) -> str:
-    """What a value follows from that is known only in a run; empty if there is nothing."""
+    """The source of a value that is known only in a run: a draw or an input; empty if there is none."""
     declared = dict(zip(program.placeholders, program.inputs, strict=True))
     for node in reached([value], lambda node: node.all_input_nodes):
         if is_random(node):

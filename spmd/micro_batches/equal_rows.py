@@ -85,7 +85,7 @@ class _Part:
         return made if cut is value else self._emit(value, operator.getitem, made, value.args[1])
 
     def _index(self, value: fx.Node, dim: int, length: int) -> fx.Node:
-        """Where an index numbers the rows, one of these is read as often."""
+        """A part of an indexed value: where an index numbers the equal rows, one of these is read as often."""
         source, indices, of = (
             value.all_input_nodes[0],
             list(argument(value, "indices")),

@@ -52,7 +52,7 @@ def _viewers(node: fx.Node) -> list[fx.Node]:
 
 
 def _whole_sum(reader: fx.Node) -> fx.Node | None:
-    """What each part has added up for all rows, if ``reader`` joins it to rows of all: these are then what is moved."""
+    """The sum of each part for all rows, if ``reader`` joins it to rows of all, which are then what is moved."""
     for node in reader.all_input_nodes:
         while is_wait(node) or is_collective(node) or _views(node):
             node = node.all_input_nodes[0]

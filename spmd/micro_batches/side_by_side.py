@@ -155,7 +155,7 @@ class _Writer:
         return number
 
     def _rows(self, whole: fx.Node, dim: int, k: int, like: fx.Node) -> fx.Node:
-        """Those of part ``k``: a copy, which begins where kernels expect it (``Program.same_bits``)."""
+        """The rows of part ``k``: a copy, which begins where kernels expect it (``Program.same_bits``)."""
         length = like.meta["val"].shape[dim]
         part = self._applied(aten.slice.Tensor, whole, [dim, k * length, (k + 1) * length], {}, like)
         return self._contiguous(part, like)
@@ -176,7 +176,7 @@ class _Writer:
         return self._applied(aten.transpose.int, found, [0, dim], {}, like)
 
     def _gathered(self, own: fx.Node, like: fx.Node) -> fx.Node:
-        """What all ranks along the axis have, one after the other."""
+        """Gather what all ranks along the axis have, one after the other."""
         assert self.over is not None
         own = self._contiguous(own, like)
         val: torch.Tensor = own.meta["val"]

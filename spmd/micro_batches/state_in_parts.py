@@ -92,7 +92,7 @@ def _cut(emitter: Emitter, value: fx.Node, declared: Output, placed: Placements)
 
 
 def _placement(declared: Output, plan: Plan, shapes: dict[str, tuple[int, ...]]) -> Placements:
-    """Where an output lives: an update where the state is, new state where its parameter is updated."""
+    """The placement of an output: an update's is the state's, that of new state where its parameter is updated."""
     if declared.kind is OutputKind.UPDATE:
         return plan.placements.get(declared.name, declared.placement)
     if declared.kind is not OutputKind.NEW or declared.of is None or declared.shape != shapes[declared.of]:

@@ -178,7 +178,7 @@ def sums(program: Program, table: Table, measured: MeasuredTime) -> dict[str, tu
 
 
 def ratios_of(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """How many times longer than estimated each kind of work took, on all ranks together."""
+    """Ratios of measured to estimated seconds by kind of work, on all ranks together."""
     found: dict[str, float] = {}
     for kind in sorted({kind for each in ranks for kind in each}):
         expected, took = (sum(each[kind][k] for each in ranks if kind in each) for k in (0, 1))

@@ -40,7 +40,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Made:
-    """What the passes make of a style: estimated seconds, and bytes at the peak, with a sentence on that."""
+    """The estimate of a style behind the passes: seconds, and bytes at the peak, with a sentence on that."""
 
     style: str
     seconds: float

@@ -308,7 +308,7 @@ class DataParallel(PlannedMode):
 
     @property
     def parallel_style(self) -> Style:
-        """How parameters are split."""
+        """The style by which parameters are split."""
         return self.split.style
 
     @property
@@ -455,7 +455,7 @@ def _reshard(
 
 
 def _kept_by(shares: Mapping[str, Share], mesh: Mesh) -> dict[str, int]:
-    """How many of the ranks keep a parameter together after forward, where these are neither one nor all."""
+    """The number of ranks that keep a parameter together after forward, where these are neither one nor all."""
     ranks = prod(mesh.axes[k].size for k in mesh.axes_with(AxisRole.SHARD))
     asked = {name: share.reshards for name, share in shares.items() if share.style != "replicate"}
     sizes = {name: size for name, size in asked.items() if size is not None and not isinstance(size, bool)}
@@ -463,6 +463,6 @@ def _kept_by(shares: Mapping[str, Share], mesh: Mesh) -> dict[str, int]:
 
 
 def _memory(shares: Mapping[str, Share], annotations: Annotations) -> dict[str, Memory]:
-    """Where the parameters are that are not on the device."""
+    """Memories of the parameters that are not on the device."""
     elsewhere = {name: share.memory for name, share in shares.items() if share.memory is not Memory.DEVICE}
     return {name: memory for name, memory in elsewhere.items() if name not in annotations.ignored}

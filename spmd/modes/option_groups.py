@@ -59,7 +59,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Wire:
-    """How often gradients are reduced, and in which dtypes gradients and parameters are sent."""
+    """Options of messages: how often gradients are reduced, and the dtypes of sent gradients and parameters."""
 
     reduce_gradients: Reduce
     reduce_dtype: torch.dtype | None
@@ -226,7 +226,7 @@ def check_accumulate_dtype(given: Any) -> torch.dtype | None:
 def check_pipeline(
     stages: Any, virtual: Any, schedule: Any, roles: Roles | None, micro_batches: int, offload: OffloadPolicy | None
 ) -> Pipeline | None:
-    """How a model is divided over the axis of stages; None without one.
+    """Check the options of a pipeline: the division of a model over the axis of stages; None without one.
 
     Raises ``TypeError`` or ``ValueError`` for names of no modules, and for options that a pipeline excludes.
     """

@@ -1,4 +1,4 @@
-"""How data parallelism treats each parameter: as the annotation of its module asks, else as the mode's options do."""
+"""Shares of parameters in data parallelism: as the annotation of a module asks, else as the mode's options do."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Choice:
-    """How one node is computed. Whatever is None is left to the solver.
+    """The choice for one node: placements and moves. Whatever is None is left to the solver.
 
     ``reads``: the placement in which the op reads each tensor operand, ``gives``: that of each result (None for what
     is no tensor), each with one entry per mesh axis. ``first``: moves of operands before they are read, ``then``: moves

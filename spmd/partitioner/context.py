@@ -110,7 +110,7 @@ class Context:
 
     @cached_property
     def routes(self) -> Routes:
-        """Which rows go to the ranks of their experts."""
+        """The routes of rows that go to the ranks of their experts."""
         return Routes.of(self.program, self.plan.experts)
 
     @cached_property

@@ -126,7 +126,7 @@ class _Run:
         return self.emitter.own.source(name)
 
     def own_ends(self, ends: fx.Node, position: int, dim: int) -> fx.Node:
-        """Where groups end in this rank's rows of an operand, for ``ends`` in the whole."""
+        """The ends of groups in this rank's rows of an operand, for ``ends`` in the whole."""
         return self.emitter.own.ends(self.op.reads[position], dim, ends)
 
     def own_numbers(self, position: int | None) -> fx.Node:

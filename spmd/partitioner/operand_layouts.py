@@ -18,7 +18,7 @@ from .._torch import OpOverload
 
 
 class Layout(Enum):
-    """How an operand must lie."""
+    """The layout in memory that an op needs of an operand."""
 
     CONTIGUOUS = auto()  # or as in eager
     TOGETHER = auto()  # contiguous, or as in eager if all such operands of the op lie so

@@ -54,7 +54,7 @@ def emit(problem: Problem, given: Assignment) -> Program:
 
 
 def emit_again(problem: Problem, assignment: Assignment) -> Program:
-    """What ``emit`` made for a rank whose parts have the same lengths, as another rank has it: nothing is checked."""
+    """Emit again, for another rank whose parts have the same lengths: nothing is checked."""
     emitter = OpEmitter(problem.program)
     emitted = _written(problem, emitter, *Walk(problem, emitter).run(Assigned(problem, assignment)))
     offload(emitted, problem.plan)

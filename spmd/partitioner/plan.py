@@ -70,7 +70,7 @@ class Plan:
     solver: Solver | None = None
 
     def memory_of(self, declared: Input | Output) -> Memory:
-        """Where an input lives, or the state that an output updates or makes. Only parameters are pinned."""
+        """The memory of an input, or of the state that an output updates or makes. Only parameters are pinned."""
         if declared.role is Role.PARAMETER:
             return self.memory.get(declared.name, Memory.DEVICE)
         follows = declared.role in (Role.OPTIMIZER_STATE, Role.MASTER, Role.GRADIENT) and declared.of in self.memory

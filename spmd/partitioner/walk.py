@@ -100,7 +100,7 @@ class Walk:
         return declared
 
     def _whole(self, name: str) -> Any:
-        """What holds a node that says whose rows are whose: whole, or of the rows that ranks sort by themselves."""
+        """Materialize a node that says whose rows are whose: whole, or of the rows that ranks sort by themselves."""
         (node,) = (node for node in self.context.routes.groups if node.name == name)
         reason = Reason(value="numbers of experts", use="to send rows to them")
         value, kept = self.values[node], Partial if node in self.context.routes.own else OwnOrder
@@ -252,18 +252,18 @@ class Assigned:
         self.calls, self.assignment = calls, assignment
 
     def first(self, node: fx.Node, operands: Sequence[Value]) -> Sequence[Move]:
-        """As assigned."""
+        """Moves of operands before they are read, as assigned."""
         return self.choice(node, operands).first or ()
 
     def choice(self, node: fx.Node, operands: Sequence[Value]) -> Choice:
-        """As assigned."""
+        """The choice of a node, as assigned."""
         return self.assignment.choices[self.calls.name(node)]
 
     def then(self, node: fx.Node, value: Any) -> Sequence[Move]:
-        """As assigned; most nodes that are no ops on parts have no choice."""
+        """Moves of a result after its op, as assigned; most nodes that are no ops on parts have no choice."""
         choice = self.assignment.choices.get(self.calls.name(node))
         return () if choice is None or choice.then is None else choice.then
 
     def output(self, output: Output, value: Value) -> Placements:
-        """As assigned."""
+        """The placement of an output, as assigned."""
         return self.assignment.outputs[f"{output.kind} {output.name}"]

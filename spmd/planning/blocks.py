@@ -59,7 +59,7 @@ def _undominated(found: Iterator[Chosen]) -> list[Chosen]:
 
 
 def cut(count: int, seconds: float, beside: Sequence[float], most: Sequence[int]) -> tuple[int, ...] | None:
-    """How many of ``count`` equal blocks each stage has, so that the slowest takes the least time; None if none can.
+    """Cut ``count`` equal blocks into stages, so that the slowest takes the least time; None if none can.
 
     ``seconds``: of a block; ``beside``: of what each stage has besides; ``most``: the blocks that it has memory for.
     Each has one or more. A block goes where it makes the least longest stage, the later one if that is equal: no other

@@ -54,7 +54,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[st
 
 
 def _now(old: Mapping[str, Any], new: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """What became of the layout that was the fastest."""
+    """A sentence on what became of the layout that was the fastest."""
     same = next((each for each in after["layouts"] if each["name"] == old["name"]), None)
     if same is None:
         return "it is not among those listed now"
@@ -62,7 +62,7 @@ def _now(old: Mapping[str, Any], new: Mapping[str, Any], after: Mapping[str, Any
 
 
 def longer(first: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """How much longer or shorter a step is than the first one, by seconds of causes, and what most of it is."""
+    """A sentence on the time of a step beside the first one's, by seconds of causes, with the largest of these."""
     more = {k: other[k] - first[k] for k in first}
     took = sum(more.values())
     causes = sorted((k for k, t in more.items() if abs(t) > _NOISE * sum(first.values())), key=lambda k: -abs(more[k]))

@@ -25,7 +25,7 @@ from .pipeline import Run, Stage, in_flight, simulate
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a block sends beside what was captured: bytes for each row."""
+    """Traffic of a block beside what was captured: bytes for each row."""
 
     tokens: float = 0.0  # to experts, and as many back
     copies: int = 1  # of each token among them
@@ -271,7 +271,7 @@ class _Step:
 
     @cached_property
     def _about(self) -> tuple[Any, ...]:
-        """What of a layout the seconds of a section depend on."""
+        """Entries of a layout that the seconds of a section depend on."""
         layout = self.layout
         return layout.rows, layout.tensor, layout.context, layout.experts, layout.splits_sequence, layout.bits
 
@@ -354,7 +354,7 @@ class _Step:
         return found if max(fastest) < least else None
 
     def _most_blocks(self, stage: int, blocks: int, memory: float) -> int:
-        """How many blocks a stage has memory for."""
+        """The number of blocks that a stage has memory for."""
         flights = in_flight(self.layout.schedule, self.layout.stages, self.layout.micro_batches)[stage]
 
         def held(count: int) -> float:

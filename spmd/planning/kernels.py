@@ -254,7 +254,7 @@ class _Sections:
                     self.sections[name].expert_parameters += node.meta["val"].numel()
 
     def _add_values(self) -> None:
-        """What forward has made and backward reads, each piece of memory once; and what a block hands to the next."""
+        """Add the values of forward that backward reads, each memory once, and those handed to the next block."""
         bases: dict[fx.Node, fx.Node] = {}
         seen, end = set[fx.Node](), FIRST if self.kinds else LAST
         for node in self.program.graph.nodes:

@@ -16,7 +16,7 @@ from .kernels import Kernel
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted; ``benchmarks/anchors`` says on which rows.
+    """Fitted constants; ``benchmarks/anchors`` has the rows that they are fitted on.
 
     Fractions of the peaks: ``matmul`` of large products by generation of GPUs, ``attention`` of fused attention,
     ``memory``, ``nvlink``, ``network``, and ``message`` from one GPU to another. ``inner``: inner dim at which a
@@ -54,7 +54,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Software:
-    """What a framework does with kernels and collectives.
+    """Properties of a framework: its use of kernels and collectives.
 
     ``unfused``: the part of pointwise work that is not fused. ``launch``: seconds of the host for a kernel.
     ``exposed``: the part of tensor-parallel collectives that nothing hides. ``per_step``: seconds of an update
@@ -112,7 +112,7 @@ class Machine:
         return max(moved, seconds) + casts * self.software.unfused + c.kernel
 
     def _shape(self, kernel: Kernel, rows: float) -> float:
-        """How much longer a product takes than a large one: its inner dim is short, or its last wave is not full."""
+        """The factor by which a product is slower than a large one: short inner dim, last wave not full."""
         if len(kernel.dims) < 4:
             return 1.0
         batch, high, inner, wide = (max(1.0, each.at(rows)) for each in kernel.dims)
@@ -168,7 +168,7 @@ class Machine:
         return c.latency + (on_host - 1) * c.hop + math.log2(hosts) * c.far_hop + max(near, far)
 
     def hosts(self, ranks: int, stride: int) -> tuple[int, int]:
-        """How many of ``ranks`` are on one host, and how many hosts they are on."""
+        """The number of ``ranks`` on one host, and the number of hosts that they are on."""
         on_host = max(1, min(ranks, self.per_host // stride)) if stride < self.per_host else 1
         return on_host, math.ceil(ranks / on_host)
 

@@ -122,7 +122,7 @@ def _drawn(plan: Plans, key: str) -> dict[str, Any]:
 
 
 def _along(value: float, least: float, most: float) -> float:
-    """Where a value is between two others, by the logarithm."""
+    """The position of a value between two others, from 0 to 1, by the logarithm."""
     return math.log(value / least) / math.log(most / least) if most > least else 0.0
 
 

@@ -91,7 +91,7 @@ def _in_order(schedule: Schedule, ranks: int, count: int, stages: int) -> list[t
 
 
 def _awaited(part: str, stage: int, k: int, stages: int) -> tuple[str, int, int] | None:
-    """What another rank must have sent."""
+    """The part that another rank must have sent before this one runs; None if there is none."""
     if part == "forward":
         return ("forward", stage - 1, k) if stage else None
     return ("backward", stage + 1, k) if part == "backward" and stage + 1 < stages else None

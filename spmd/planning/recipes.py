@@ -1,4 +1,4 @@
-"""How ranks along a tensor axis divide the parameters of a step: columns, rows, or not at all, by exact least cost.
+"""Divide the parameters of a step along a tensor axis by columns, rows or not at all, by exact least cost.
 
 In comes a captured step, whose forward is a graph of choices: where each parameter lies, and by which option of its
 rule each op is computed. A pair of choices costs what the value between them takes to move, and its gradient back; an

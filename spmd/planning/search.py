@@ -134,7 +134,7 @@ def _divisions(step: CapturedStep, gpus: int, per_host: int) -> Iterator[tuple[i
 
 
 def _layouts(gpus: int, per_host: int, tensor: int, context: int, experts: int, rows: int) -> Iterator[Layout]:
-    """What this project runs: styles, hosts that keep parameters together, micro-batches."""
+    """Layouts that this project runs: styles, hosts that keep parameters together, micro-batches."""
     data = gpus // (tensor * context)
     if rows % data:
         return

@@ -49,7 +49,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _counts(container: nn.Module) -> Counter[Signature]:
-    """How often each kind of block is in a container; a block has parameters in several leaf modules."""
+    """Count the blocks of each kind in a container; a block has parameters in several leaf modules."""
     kinds = map(_signature, container.children())
     return Counter(k for k in kinds if len({leaf.rpartition(".")[0] for leaf, _ in k}) > 1)
 

@@ -248,7 +248,7 @@ class Connection:
         check_equal(self.standing, [found[rank] for rank in sorted(found)], sorted(found))
 
     def _settle(self, number: int, proposed: str) -> str:
-        """What all ranks do that come to a call of this ``number``: what the first of them ``proposed``."""
+        """Settle what all ranks do that come to a call of this ``number``: what the first of them ``proposed``."""
         key = f"{self._name}/call/{number}"
         with deferred_signals():  # or nobody would say what the first one proposed
             if self._store.add(f"{key}/ranks", 1) == 1:

@@ -171,7 +171,7 @@ def notify(connection: Connection | None, what: str, error: BaseException, state
 
 
 def standing_of(connection: Connection | None) -> Standing:
-    """How the state of this rank stands among those of ``connection``."""
+    """The standing of this rank's state among those of ``connection``; alone without one."""
     return ALONE if connection is None else connection.standing
 
 

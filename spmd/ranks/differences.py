@@ -15,7 +15,7 @@ _COARSE = 5e-2  # of bfloat16, float16 and narrower dtypes
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two values differ first: the ``index`` of an element, both values, and the sentence about them."""
+    """The first difference of two values: both of them, and the sentence about it, with the index of an element."""
 
     expected: Any
     actual: Any

@@ -52,7 +52,7 @@ class Failure:
 
     @property
     def standing(self) -> Standing:
-        """How the state of the rank stands."""
+        """The standing of the rank's state: its updates, and whether one was made in part."""
         return Standing(self.updates, self.partly)
 
 

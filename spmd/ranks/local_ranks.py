@@ -111,7 +111,7 @@ def _host() -> str:
 
 
 class _DescribedRanks:
-    """How each rank of a mesh describes itself: its host, the address it listens at, the axes it is connected along."""
+    """Descriptions of all ranks of a mesh, by themselves: host, address, and the axes that each is connected along."""
 
     def __init__(self, mesh: Mesh, ranks: list[dict[str, Any]]) -> None:
         self.mesh, self.ranks = mesh, ranks

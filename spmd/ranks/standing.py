@@ -1,4 +1,4 @@
-"""How the state of this rank stands, compared between the ranks whenever they connect.
+"""Standing of a rank's state, compared between the ranks whenever they connect.
 
 A call that fails in the middle may have updated state on one rank and not on another, or a part of it. Ranks whose
 state differs for that reason, or is not whole, refuse to go on.

@@ -208,7 +208,7 @@ def _init_from_environment(backend: str) -> None:
 
 
 def restarts() -> str:
-    """How often torchrun has restarted the ranks, by which their keys in its store differ; "0" where that is not known.
+    """The number of torchrun's restarts, by which keys in its store differ; "0" where that is not known.
 
     Each node counts restarts by itself, so that only those of a single node are surely equal on all ranks.
     """

@@ -57,7 +57,7 @@ def attention(call: OpCall) -> list[Option]:
 
 @rule(*BACKWARD)
 def attention_backward(call: OpCall) -> list[Option]:
-    """As in forward; the gradient of a mask only along dims that the mask has."""
+    """Batch, heads and rows of queries, as in forward; the gradient of a mask only along dims that the mask has."""
     if call.arg("query").ndim != 4:
         return []
     queries, sums = _labels(call, BACKWARD[call.target], call.arg("logsumexp"))

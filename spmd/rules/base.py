@@ -166,7 +166,7 @@ class Run(Protocol):
         """A captured node that says whose rows are whose."""
 
     def own_ends(self, ends: Any, position: int, dim: int) -> Any:
-        """Where groups end in this rank's rows of an operand, for ``ends`` in the whole; of its own groups alone."""
+        """The ends of groups in this rank's rows of an operand, for ``ends`` in the whole; of its own groups alone."""
 
     def own_numbers(self, position: int | None) -> Any:
         """The experts of this rank's rows of an operand, or of the first result, numbered from its first one."""

@@ -63,7 +63,7 @@ def _dims(call: OpCall, ndim: int) -> tuple[int, int]:
 
 
 def _split_dims(call: OpCall, shape: Sequence[int], through: bool = False) -> list[int]:
-    """Which of the two dims can be split: none of a part, where positions differ; ``through``: if all rows count."""
+    """Dims of the two that can be split: none of a part, where positions differ; ``through``: if all rows count."""
     if call.of_parts:
         return []
     return [d for d in _dims(call, len(shape)) if not through or _runs_through(call, shape, d)]

@@ -9,6 +9,8 @@ one line, "mk,kn->mn", and its correctness follows from this file.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
 from math import prod
@@ -94,8 +96,25 @@ def aligned(info: Info, labels: str) -> str:
     return labels[len(labels) - info.ndim :]
 
 
+_READ: ContextVar[list[Dims] | None] = ContextVar("dims that rules read", default=None)
+
+
+@contextmanager
+def dims_read() -> Iterator[list[Dims]]:
+    """The ``Dims`` by which rules that are called meanwhile divide their calls: the letters that a table shows."""
+    found: list[Dims] = []
+    token = _READ.set(found)
+    try:
+        yield found
+    finally:
+        _READ.reset(token)
+
+
 def options(call: OpCall, dims: Dims) -> list[Option]:
     """Every correct split of a letter, and every partial operand that passes through."""
+    read = _READ.get()
+    if read is not None:
+        read.append(dims)
     splits = (split(call, dims, letter) for letter in dims.letters())
     found = [option for option in splits if option is not None]
     found += [option for plain in found for option in (*in_runs(call, plain), *on_own_rows(call, plain, dims))]

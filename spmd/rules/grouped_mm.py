@@ -104,7 +104,7 @@ def by_parts(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, result
 
 
 def _own_ends(run: Run, call: OpCall, ends: Any, position: int, dim: int, part: LocalPart) -> Any:
-    """Where groups end in this rank's rows of an operand."""
+    """The ends of groups in this rank's rows of an operand."""
     if call.arg("offs").group is not None:
         return run.own_ends(ends, position, dim)
     return run(aten.clamp.default, (run(aten.sub.Tensor, (ends, part.start[dim])), 0, part.shape[dim]))

@@ -35,7 +35,8 @@ RESULTS: dict[str, tuple[int, ...]] = {
     "lu_unpack": (2, 2, 2),
     "ormqr": (2,),
 }
-OPERANDS = {"tau": 1, "input2": 1, "pivots": 1, "LU_pivots": 1, "atol": 0, "rtol": 0}
+OPERANDS = {"tau": 1, "pivots": 1, "LU_pivots": 1, "atol": 0, "rtol": 0}
+TAU = dict.fromkeys(aten("ormqr"), "input2")  # what it calls its tau
 OPS = {op: ndims for name, ndims in RESULTS.items() for op in aten(name)}
 
 
@@ -43,7 +44,7 @@ OPS = {op: ndims for name, ndims in RESULTS.items() for op in aten(name)}
 def by_matrix(call: OpCall) -> list[Option]:
     """The batch dims, if all operands have the same ones."""
     given = {name: info for name, value in arguments(call) for info in infos(value) if info.ndim}  # else for all
-    ndims = {name: OPERANDS.get(name, MATRIX) for name in given}
+    ndims = {name: 1 if name == TAU.get(call.target) else OPERANDS.get(name, MATRIX) for name in given}
     fronts = {info.shape[: info.ndim - ndims[name]] for name, info in given.items()}
     if len(fronts) != 1 or any(info.ndim < ndims[name] for name, info in given.items()):
         return []

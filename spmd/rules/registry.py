@@ -50,7 +50,13 @@ def whole(*ops: Op) -> None:
 
 
 def _nothing(call: OpCall) -> list[Option]:
+    """Nothing may be split: every rank runs the op on whole operands."""
     return []
+
+
+def is_whole(rule: Rule) -> bool:
+    """Whether a rule is that of ops that cannot be split."""
+    return rule is _nothing
 
 
 def tagged(tag: torch.Tag) -> Callable[[Rule], Rule]:

@@ -7,6 +7,7 @@ are checked when the rule is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -78,8 +79,9 @@ def _overloads(op: Any) -> list[OpOverload]:
 
 
 def _rule(function: Placements) -> Callable[[OpCall], list[Option]]:
-    """A rule that calls ``function``."""
+    """A rule that calls ``function``, and has its name and docstring."""
 
+    @wraps(function)
     def rule(call: OpCall) -> list[Option]:
         with errors_of(PlacementError, f"{_title(call)}, {named_at(function)},"):
             pairs = function(*call.args, **call.kwargs)

@@ -20,7 +20,7 @@ from ..placements import all_shapes
 
 
 class Agreed:
-    """What the ranks of ``program`` know of its nodes, all of them the same."""
+    """Facts on the nodes of ``program`` that are the same on all of its ranks."""
 
     def __init__(self, program: Program) -> None:
         self._layouts = Layouts(program.graph)
@@ -38,7 +38,7 @@ class Agreed:
                 self._shapes[node] = whole or next(self._shapes[each] for each in operands if each in self._shapes)
 
     def elements(self, node: fx.Node) -> int:
-        """Those of a tensor; where parts are unequal, those of the first rank, or of what it is computed from."""
+        """The number of elements; where parts are unequal, of the first rank's, or of what it is computed from."""
         val = node.meta.get("val")
         return self._elements.get(node, val.numel() if isinstance(val, torch.Tensor) else 0)
 

@@ -1,4 +1,4 @@
-"""What each program of a pipeline computes, takes, receives and sends.
+"""Bodies of a pipeline's programs: what each computes, takes, receives and sends.
 
 A program runs for each micro-batch (forward and backward of a stage), or once, behind all of them. What runs once and
 reads values of other stages is divided by levels: a program begins with what the level before has sent, and ends with
@@ -47,7 +47,7 @@ class Body(ABC):
     @property
     @abstractmethod
     def outputs(self) -> list[tuple[Any, Output]]:
-        """What it returns of what the whole program does."""
+        """Outputs of the whole program that this one returns."""
 
     @property
     @abstractmethod
@@ -60,7 +60,7 @@ class Body(ABC):
 
     @abstractmethod
     def _find(self, node: fx.Node) -> Body | int | None:
-        """Who has a value: this program (None), one before it on this stage, or the one of this name on another."""
+        """Find a value's program: this one (None), one before it on this stage, or the one of this name on another."""
 
     @property
     def role(self) -> str:
@@ -111,7 +111,7 @@ class Body(ABC):
                 self._receive(node, found)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """What a node is computed from here."""
+        """The operands that a node is computed from here."""
         return node.all_input_nodes
 
     def _receive(self, node: fx.Node, source: int) -> None:
@@ -231,7 +231,7 @@ def source_of(node: fx.Node, placed: Placed) -> int:
 
 @dataclass
 class UpdateBody(Body):
-    """What a stage computes once, in one level."""
+    """The nodes that a stage computes once, in one level."""
 
     levels: Levels
     level: int
@@ -253,7 +253,7 @@ class UpdateBody(Body):
 
     @cached_property
     def outputs(self) -> list[tuple[Any, Output]]:
-        """Those of its stage, in the last level."""
+        """Outputs of its stage, in the last level."""
         return returned_by(self.whole, self.placed, self.stage) if self.is_last else []
 
     def _own(self) -> Iterator[fx.Node]:
@@ -262,7 +262,7 @@ class UpdateBody(Body):
         )
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """Those of the node; of what has been added up, the accumulator."""
+        """Operands of the node; of what has been added up, the accumulator."""
         return [self.placed.grown[node]] if node in self.placed.grown else node.all_input_nodes
 
     def _find(self, node: fx.Node) -> Body | int | None:

@@ -35,7 +35,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True)
 class Placed:
-    """Where each node is computed: on one of ``count`` stages, of which rank r of ``ranks`` has r, r + ranks, ...
+    """The stage of each node: one of ``count``, of which rank r of ``ranks`` has r, r + ranks, ...
 
     ``parts``: of the nodes that run for each micro-batch; those of ``grown`` add to accumulators. A node in ``free``
     follows from arguments alone, one in ``fixed`` from nothing that micro-batches differ in: each is computed wherever
@@ -113,7 +113,7 @@ class _Placing:
         return declared.role.is_state or (declared.role is Role.KEPT and declared.name in self.kept)
 
     def _known_gradients(self) -> set[fx.Node]:
-        """Those of micro-batches that no row decides, as of a mean: one stage has their parameters, and sends them."""
+        """Backward nodes that no row decides, as of a mean: one stage has their parameters, and sends them."""
         nodes = [node for node in self.nodes if node in self.run_each and node.meta.get("phase") is Phase.BACKWARD]
         filled = {node for node in self.run_each if node.op == "call_function" and not node.all_input_nodes}
         return descendants(nodes, filled)
@@ -241,7 +241,7 @@ class _Placing:
                     self.stages[node], moved = lower, True
 
     def _of_weights(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-        """What no other stage waits for."""
+        """Backward nodes that no other stage waits for: gradients of weights."""
         awaited, found = set[fx.Node](), set[fx.Node]()
         for node in reversed(nodes):
             users = [user for user in node.users if user in self.stages]
@@ -301,7 +301,7 @@ class _Placing:
         return None
 
     def _place_update(self, homes: Mapping[str, Ranks]) -> dict[fx.Node, Ranks]:
-        """What several ranks can compute is computed where it is read; what joins ranks, on the one with most of it.
+        """Place the update: a node that several ranks can compute where it is read, one that joins ranks on one.
 
         ``grown`` nodes, which are complete then, are where they add up.
         """
@@ -363,7 +363,7 @@ class _Placing:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """What a view is taken of, which is what stages send."""
+    """The source of a view, which is what stages send."""
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -42,7 +42,7 @@ class Message:
 
     @property
     def val(self) -> torch.Tensor:
-        """What is sent, as a fake tensor."""
+        """The fake tensor of what is sent: several values in a row."""
         first = self.sent[0]
         return first if len(self.nodes) == 1 else first.new_empty([sum(each.numel() for each in self.sent)])
 

@@ -29,7 +29,7 @@ from .split_program import split_program
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a model is divided. ``starts``: the module that begins each stage but the first, in order; None finds them.
+    """The division of a model. ``starts``: the module that begins each stage but the first, in order; None finds them.
 
     ``virtual``: the number of stages of a rank, for "auto" with "interleaved". ``actions``: those of a file, in the
     place of a schedule.

@@ -82,7 +82,7 @@ class _Writer(MessageWriter):
         return self.finished(values, [output for _, output in body.outputs], body.role)
 
     def _started(self, message: Message) -> fx.Node:
-        """What is received, by a program of its own if that starts early."""
+        """Receive a message, in a program of its own if that starts early."""
         if receives_early(self.body, self.axis):
             return self._take(_arriving(message), message.val)
         return self.receive(message)

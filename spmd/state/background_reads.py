@@ -130,7 +130,7 @@ class BackgroundReads:
         self.release()
 
     def wait_within_hooks(self) -> None:
-        """As ``wait_for_all``, for a hook: it leaves the hooks as they are."""
+        """Wait for all reads, in a hook: it leaves the hooks as they are."""
         if self.is_active:
             self._is_idle.wait()
 
@@ -150,7 +150,7 @@ READS = BackgroundReads()
 
 
 def wait_within_hooks(*_: Any) -> None:
-    """As that of ``READS``, with the arguments of a hook: one that copies of a model may hold, too."""
+    """Wait for ``READS`` in a hook, with its arguments: a function that copies of a model may hold, too."""
     READS.wait_within_hooks()
 
 

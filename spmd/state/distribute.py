@@ -101,7 +101,7 @@ def local_storage(live: torch.Tensor, placement: Placements, call: Call) -> torc
 
 
 def _on_all_stages(placement: Placements) -> Placements:
-    """Where state that other axes split lies before a step that trains it has given it to its stages."""
+    """The placement of state before a step that trains it has given it to its stages: whole along their axis."""
     return tuple(Replicate() if isinstance(entry, OnStage) else entry for entry in placement)
 
 

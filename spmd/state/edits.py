@@ -58,7 +58,7 @@ class Edits:
         self._own = None if before is None else list(map(sub, self._versions, before))
 
     def note(self, live: Sequence[torch.Tensor]) -> None:
-        """What is written from now on is an edit."""
+        """Begin to count: a write from now on is an edit."""
         global _last
         if _last is not self:
             _remember_last()

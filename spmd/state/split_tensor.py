@@ -114,7 +114,7 @@ class SplitTensor(DTensor):
         return DTensor.full_tensor(_from_stages(self), grad_placements=grad_placements)
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
-        """As that of a DTensor; what stages keep can go anywhere, and nothing can go to stages."""
+        """Redistribute as a DTensor; what stages keep can go anywhere, and nothing can go to stages."""
         if placements is not None and tuple(placements) == tuple(self.placements) and is_on_stages(self):
             return self
         return DTensor.redistribute(_from_stages(self), device_mesh, placements, **options)
@@ -155,7 +155,7 @@ class SplitRows(SplitTensor, KeptRows):
 
 
 class _Looks(threading.local):
-    """How many looks of our own this thread is at, one within the other."""
+    """The number of looks of our own that this thread is at, one within the other."""
 
     own = 0
 
@@ -186,7 +186,7 @@ def as_rows(tensor: DTensor) -> DTensor:
 
 
 def _as_rows(found: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What is computed, as rows where the operands have some and it is split."""
+    """Mark results as rows, where the operands have some and they are split."""
     if any(isinstance(each, SplitRows) for each in tree_flatten((args, kwargs))[0]):
         for each in tree_flatten(found)[0]:
             if type(each) is SplitTensor and any(placement.is_shard() for placement in each.placements):
@@ -277,7 +277,7 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch computes of DTensors, with sums reduced; else what it computes of whole tensors."""
+    """Compute with DTensors as torch does, with sums reduced; else with whole tensors."""
     try:
         found = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:

@@ -33,7 +33,7 @@ def with_storage_facts(program: Program, slots: Sequence[Slot], all_gather_text:
 def storage_facts(
     inputs: Sequence[Input], slots: Sequence[Slot], all_gather_text: AllGatherText
 ) -> tuple[tuple[tuple[str, ...], ...], frozenset[str]]:
-    """What ``Program.stored`` and ``Program.fixed`` are for a program with these inputs. All ranks call it together."""
+    """Find ``Program.stored`` and ``Program.fixed`` for a program with these inputs. All ranks call it together."""
     placements = {declared.name: declared.placement for declared in inputs}
     live = {slot.input.name: slot.get() for slot in slots}
     split = {name for name, tensor in live.items() if _is_new(tensor, placements.get(name, ()))}

@@ -426,7 +426,7 @@ def _no_sums(bundle: Bundle, call: str, coordinate: int, micro: MicroBatches, sh
 
 
 def _as_held(inputs: Iterable[Input], expected: dict[str, Any]) -> dict[str, Any]:
-    """What ranks have to hold of the values that a step leaves: of parameters with master copies, what is sent."""
+    """Values that ranks have to hold of those that a step leaves: of parameters with master copies, what is sent."""
     held = dict(expected)
     for master in (declared for declared in inputs if declared.role is Role.MASTER and declared.of in expected):
         assert master.of is not None and master.wire is not None and master.dtype is not None

@@ -50,7 +50,7 @@ class RunsCertification(Certification):
         return self.outcome()
 
     def _inputs(self, rank: int, program: Program) -> list[Any]:
-        """What a run takes: its part of the rows, and what the runs before have handed on."""
+        """The inputs of a run: its part of the rows, and what the runs before have handed on."""
         micro, run = self.micros[rank], self.runs[rank]
         wholes = self.wholes()
         given = [self._input(each, micro, self.sums[rank], wholes, program) for each in program.inputs]

@@ -86,7 +86,7 @@ class Subject:
 
     @property
     def device_type(self) -> str:
-        """Where the step computes."""
+        """The type of device on which the step computes."""
         given = self.read(self.args, self.kwargs)
         tensors = [each.tensor for each in parameters_of(given.modules)] + [leaf.value for leaf in given.tensors()]
         return tensors[0].device.type if tensors else "cpu"

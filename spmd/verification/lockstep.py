@@ -379,7 +379,7 @@ class _Rank(fx.Interpreter):
         return self._aligned(node) if self._aligns and _rounds_by_address(node) else self.run_node(node)
 
     def _aligned(self, node: fx.Node) -> Any:
-        """What an op computes of operands, and into memory, that begin at aligned addresses."""
+        """Run an op on operands, and into memory, that begin at aligned addresses."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         written = [each.name for each in schema(node.target).arguments if each.written]
         if not kwargs.keys() >= {*written}:

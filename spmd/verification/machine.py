@@ -380,7 +380,7 @@ class CapturedMachine(Machine):
         return bool(self.has(symbols.pieces(x)[0]).all())
 
     def has(self, found: Tensor) -> Tensor:
-        """Which symbols are those of an element of some value of this program."""
+        """Mask of the symbols that are those of an element of some value of this program."""
         at = torch.searchsorted(self.symbols, found.contiguous()).clamp(max=len(self.symbols) - 1)
         return torch.eq(self.symbols[at], found)
 

@@ -1,4 +1,4 @@
-"""Which call of the captured program a call of the final ones is a part of, by the sharding rule of its op.
+"""Match calls of the final programs to those of the captured one that they are parts of, by their sharding rules.
 
 Found by trying: every call of the same op, every option of its rule along every axis. It is one if the operands of all
 ranks are the parts that the option speaks of; then the results are the parts that it gives.

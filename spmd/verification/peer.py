@@ -71,7 +71,7 @@ class Peer:
 
     @property
     def programs(self) -> RankPrograms:
-        """Those of the call that was prepared last."""
+        """The programs of the call that was prepared last."""
         return self._programs[id(self.first.compiled)][1]
 
     @property

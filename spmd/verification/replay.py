@@ -242,7 +242,7 @@ class _Watch:
         return self.first.get(self._rank)
 
     def of_stages(self, programs: Sequence[Program]) -> WatchOf:
-        """What watches the runs of a call of a pipeline."""
+        """Make the watches of the runs of a pipeline's call, by program."""
         left = dict[str, list[str]]()
         for program in programs:
             order = program.stages.order("step", program.stages.coordinate_of(program))

@@ -151,13 +151,13 @@ def run_stages(
 
 @dataclass
 class _SeenStages:
-    """What the stages of a pipeline compute in a call, by program and the numbers of the ranks that run it."""
+    """Values that a pipeline's stages compute in a call, by program and the numbers of the ranks that run it."""
 
     programs: Sequence[Program]
     seen: dict[tuple[str, tuple[int, ...]], _Seen] = field(default_factory=dict)
 
     def of(self, role: str, numbers: Sequence[int]) -> Watch:
-        """What sees the next run of a program."""
+        """The watch that sees the next run of a program."""
         return self.seen.setdefault((role, tuple(numbers)), _Seen())
 
     def show(self, watch: Watch) -> None:
@@ -203,7 +203,7 @@ def _key(node: fx.Node, side_by_side: bool) -> Any:
 
 
 def _in_time(node: fx.Node, runs: Sequence[Any]) -> Any:
-    """What a node computed in all runs together: rows, one after the other, a sum, or what is the same in all."""
+    """Join a node's values of all runs: rows, one after the other, a sum, or what is the same in all."""
     along = node.meta.get("in_time")
     if along is None or not isinstance(runs[0], torch.Tensor):
         return runs[-1]

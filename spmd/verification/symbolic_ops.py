@@ -112,7 +112,7 @@ def computed(op: OpOverload) -> Computed | None:
 
 
 def hashed(op: OpOverload, results: Results, args: Any, kwargs: Any) -> list[Tensor]:
-    """Those of the results that are hashes, and not computed in the field."""
+    """Results that are hashes, and not computed in the field."""
     name = schema(_LISTED.get(op, op)).name
     if attention.merges(name, _present(op, _named(op, args, kwargs))):
         return []

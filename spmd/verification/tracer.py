@@ -295,7 +295,7 @@ class Tracer:
         return None if any(value is None for value in held.values()) else held
 
     def _applied(self, captured: fx.Node, held: Mapping[fx.Node, Any]) -> Any:
-        """What a captured op makes of operands."""
+        """Apply a captured op to operands."""
         target: Any = captured.target
         if target is operator.getitem:
             return self._applied(captured.all_input_nodes[0], held)[captured.args[1]]

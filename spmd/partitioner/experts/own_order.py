@@ -56,7 +56,7 @@ def own_orders(order: Sequence[fx.Node], mesh: Mesh, first: Mapping[fx.Node, fx.
 
 
 def _options(order: Iterable[fx.Node], ranks: int) -> dict[fx.Node, Option]:
-    """How nodes compute with rows that each of ``ranks`` sorts by itself."""
+    """The options of nodes that compute with rows that each of ``ranks`` sorts by itself."""
     found, all_rows = dict[fx.Node, _Rows](), list[_Rows]()
     for node in order:
         read = list(dict.fromkeys(found[each] for each in node.all_input_nodes if each in found))

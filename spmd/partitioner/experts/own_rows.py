@@ -77,7 +77,7 @@ class OwnRowsOf:
         return replace(self._own[key], dim=rows.dim)
 
     def ends(self, placement: Placements, dim: int, ends: fx.Node) -> fx.Node:
-        """Where groups end in a rank's own rows by ``placement``, for ``ends`` in the whole."""
+        """The ends of groups in a rank's own rows by ``placement``, for ``ends`` in the whole."""
         room = None
         for index, rows in enumerate(placement):
             if isinstance(rows, (ByGroup, Dealt)) and rows.dim == dim:  # of its own order a rank has the ends already

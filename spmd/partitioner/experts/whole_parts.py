@@ -25,7 +25,7 @@ def has_both(axis: Axis) -> bool:
 
 
 def cut_in_place(value: Value, before: Sequence[Placement | None], mesh: Mesh) -> Shard | None:
-    """How the next axis splits a value's rows where it moves none; None if it splits no part of what experts' axes do.
+    """The next axis's split of rows that moves none; None if it splits no part of what experts' axes do.
 
     ``before``: the placements in which an op reads the value along the axes before.
     """

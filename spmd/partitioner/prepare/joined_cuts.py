@@ -63,7 +63,7 @@ def _whole(join: fx.Node) -> _Cut | None:
 
 
 def _cut(node: Any) -> _Cut | None:
-    """What a node cuts out of another one; None if it is no cut."""
+    """The rows that a node cuts out of another one; None if it is no cut."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     if node.target is operator.getitem:
@@ -91,7 +91,7 @@ def _of_list(cuts: Any, k: Any) -> _Cut | None:
 
 
 def _of(cut: Any) -> tuple[fx.Node, int]:
-    """What is cut, and along which dim."""
+    """The node that is cut, and the dim along which it is."""
     return cut.args[0], int(argument(cut, "dim") or 0) % int(cut.args[0].meta["val"].ndim)
 
 

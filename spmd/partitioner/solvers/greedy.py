@@ -80,7 +80,7 @@ class Greedy:
 
     @property
     def assignment(self) -> Assignment:
-        """What was decided."""
+        """The choices so far, as an assignment."""
         return Assignment(self.calls.axes, self.choices, self.outputs)
 
     def first(self, node: fx.Node, operands: Sequence[Value]) -> Iterable[Move]:

@@ -43,7 +43,7 @@ class Problem(Calls):
         return self.complete(self.given(given))
 
     def given(self, given: Assignment | None = None) -> Assignment:
-        """What is decided before the greedy solver: ``given``, or the plan's, and what the plan's solver adds."""
+        """The choices made before the greedy solver: ``given``, or the plan's, and what the plan's solver adds."""
         given = given or self.plan.assignment or Assignment(self.axes)
         return given if self.plan.solver is None else self.plan.solver.solve(self, given)
 
@@ -81,7 +81,7 @@ class _Listing(Greedy):
         self.listed = dict[str, list[tuple[Choice, float]]]()
 
     def computed(self, node: fx.Node, operands: Sequence[Value], given: Choice) -> Choice:
-        """As the solver computes it, after a note of the alternatives."""
+        """The solver's choice for a node, after a note of the alternatives."""
         call, hint = self.call(node, operands), self.hints.of(node)
         costs = self.chooser.costs(call, operands, hint, node.meta.get("phase"))
         combined = self.calls.options.of_all_axes(call, operands, hint)

@@ -1,4 +1,4 @@
-"""What arrays, all other memory, context variables, events and the environment hold: values that lie at no site.
+"""Contents of arrays, all other memory, context variables, events and the environment: values that lie at no site.
 
 They are read by code in C, so that nobody sees which of them a step reads: the whole is compared at each call.
 """
@@ -41,7 +41,7 @@ class Contents:
 
     @classmethod
     def of_results(cls, function: Any, name: str) -> Contents:
-        """What the cache of a function holds, in no order: its own is that of the last uses."""
+        """Contents of a function's cache, in no order: its own is that of the last uses."""
 
         def read() -> Values:
             return (*sorted(results_of(function), key=id),)
@@ -89,14 +89,14 @@ def _memory_of(value: Any) -> memoryview | None:
 
 
 def objects_in(value: Any) -> list[Any]:
-    """What an array of objects or a context variable holds."""
+    """Objects in an array of objects or in a context variable."""
     if isinstance(value, ContextVar):
         return [_value_of(value)]
     return value.ravel().tolist() if _is_of_numpy(value, "ndarray") and value.dtype.hasobject else []
 
 
 def results_of(function: Any) -> list[Any]:
-    """What the cache of a function holds, but for values that cannot change, and tensors."""
+    """Results in the cache of a function, but for values that cannot change, and tensors."""
     return [each for each in _all_results_of(function) if not _is_fixed(each)]
 
 
@@ -128,7 +128,7 @@ def _is_fixed(value: Any) -> bool:
 
 
 def _value_of(variable: ContextVar[Any]) -> Any:
-    """What a context variable has, which may be its default."""
+    """The value of a context variable, which may be its default; ``MISSING`` if it has none."""
     try:
         return variable.get()
     except LookupError:

@@ -75,7 +75,7 @@ def containers_in(value: Any) -> list[Any]:
 
 
 def _stored_in(container: Any) -> list[Any]:
-    """What a container holds, and not what a subclass makes anew when it is read: that would come without end."""
+    """Values stored in a container, not those that a subclass makes anew when it is read: they would never end."""
     if isinstance(container, dict):
         return list(dict.values(container))
     kind: Any = next(kind for kind in CONTAINERS if isinstance(container, kind))

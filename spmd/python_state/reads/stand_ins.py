@@ -1,4 +1,4 @@
-"""What takes the place of values for the length of a trace: fakes, what records, and what refuses."""
+"""Stand-ins of values for the length of a trace: fakes, recorders, and objects that refuse."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class _Messages:
 
     @property
     def slots(self) -> int:
-        """Those of a pair of ranks."""
+        """The number of slots of a pair of ranks."""
         return self.group.slots(self.size)
 
     def received(self, given: Any, summands: Any, to_experts: bool) -> Any:

@@ -47,13 +47,13 @@ Fact = Line | Band
 
 
 def positions_of(call: OpCall) -> Fact | None:
-    """What is known of the result of a call."""
+    """Derive what is known of a result's elements by their positions; None if nothing is."""
     result, derive = call.results[0] if call.results else None, _BY_OP.get(call.target)
     return None if derive is None or result is None else derive(call, result)
 
 
 def _known(value: Any) -> Fact | None:
-    """What is known of an operand."""
+    """The fact that is known of an operand's elements by their positions, or None."""
     if isinstance(value, Info):
         return Line(value.iota_dim - value.ndim) if value.iota_dim is not None else value.positions
     return Line(offset=value) if type(value) in (int, float) else None

@@ -138,7 +138,7 @@ class Kernel:
 
 
 def fewest(call: OpCall, rows: int) -> int:
-    """How many keys, of a number of rows, a kernel computes with where a rank needs none."""
+    """The number of keys, of so many rows, that a kernel computes with where a rank needs none."""
     return 1 if call.target in ON_CPU else min(_FEWEST, rows)
 
 

@@ -209,11 +209,11 @@ class Blocks(NamedTuple):
         return sum(map(prod, self.shapes_of(owner)))
 
     def sent(self, step: int) -> Sent:
-        """What a rank passes on after a step."""
+        """The message in which a rank passes keys on after a step."""
         return Sent(Kind.ALL_TO_ALL, self.elements(self.owner(step)) * self.call.arg("key").dtype.itemsize)
 
     def passed(self, pair: Any, step: int, after: int) -> list[Any]:
-        """What this rank receives for the next step, ``after``, for the pair that it passes on after a step."""
+        """Pass a pair on after a step, and receive the one of the next step, ``after``."""
         run, ranks, hop = self.run, range(len(self.lengths)), after - step
         owner, received = self.owner(step), self.owner(after)
         only = str(self.call.target)  # backward passes keys around again, instead of keeping what forward had

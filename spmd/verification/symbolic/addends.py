@@ -1,4 +1,4 @@
-"""What ranks hold of a sum that is still to be reduced, where they exchange parts of it: only all addends are the sum.
+"""Addends of a sum that is still to be reduced, where ranks exchange parts of it: only all of them are the sum.
 
 Such a value is named by the sum that its ranks have together (``symbols.py``). Where ranks exchange parts of it, to add
 them themselves, each rank's addends get symbols of their own: any at all, but for the last rank's, which are what is
@@ -19,7 +19,7 @@ from ..symbols import ADDEND
 
 
 def split_addends(x: Tensor, bit: int, ranks: int, place: tuple[Any, ...]) -> list[Tensor]:
-    """What each of ``ranks`` holds of ``x``, the same elements on all of them: of a sum, its own addends.
+    """Split ``x`` into what each of ``ranks`` holds of it, the same elements on all: of a sum, its own addends.
 
     ``bit`` is the mark of a sum that these ranks have together. ``place`` names the value and where the ranks are:
     other values of the same sum may have other addends.

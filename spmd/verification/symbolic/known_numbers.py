@@ -127,7 +127,7 @@ def in_field(op: OpOverload, args: Any, kwargs: Any) -> Results | None:
 
 
 def chosen(op: OpOverload, start: Tensor, args: Any, kwargs: Any) -> Results | None:
-    """What an op picks of unknown elements, drawn at random, and those elements; None if it picks none."""
+    """Elements that an op picks of unknown ones, drawn at random, and their numbers; None if it picks none."""
     if schema(op).name not in _CHOOSE:
         return None
     x, *others = args

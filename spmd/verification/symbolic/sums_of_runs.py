@@ -49,7 +49,7 @@ class Shares:
         return torch.where(x == 0, y, torch.where(y == 0, x, both))
 
     def of_all(self, x: Tensor) -> Tensor:
-        """What the symbols are when all parts were added up."""
+        """Symbols of ``x`` when all parts were added up."""
         if not self.in_a_tree:
             return x
         found = [symbols.times(x, share) for share in self.of_part]

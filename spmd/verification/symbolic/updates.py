@@ -42,7 +42,7 @@ def described(op: Any, options: Mapping[str, Any]) -> Kernel | str:
 
 
 def new_values(kernel: Kernel, entry: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What the kernel writes, by the name of the list; ``entry``: symbols of one parameter and its state."""
+    """Values that the kernel writes, by the name of the list; ``entry``: symbols of one parameter and its state."""
     known = dict(entry) | {
         unknown: symbol(options[name]) for name, unknown in kernel.options.items() if isinstance(unknown, str)
     }
