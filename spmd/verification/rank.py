@@ -150,7 +150,7 @@ class SimulatedRank:
             self.step.runner.outgrow(self.turn, times)
 
     def answer(self, number: int) -> Answers:
-        """What the call that was prepared gives for answers: that to the question of this number is another one."""
+        """Note that the prepared call gives another answer to this question; returns those that it has shown."""
         assert self.turn is not None
         with self.active():
             self.step.runner.answer(self.turn, number)

@@ -86,7 +86,7 @@ EXAMPLES = (
     "aten._trilinear(f32[4, 6], f32[4, 8], f32[6, 8], [2], [1], [0], [1])",
     "aten._grouped_mm(f32[8, 16], f32[2, 16, 32], i32[2])",
     "transformers.grouped_mm_fallback(f32[8, 16], f32[2, 16, 32], i32[2])",
-    "transformers.grouped_mm_fallback_backward(f32[8, 32], f32[8, 16], f32[2, 16, 32], i32[2])",
+    "transformers.grouped_mm_fallback_backward(f32[8, 16], f32[2, 16, 32], i32[2], f32[8, 32])",
     # Linear algebra
     "aten._linalg_svd(f32[4, 6, 3])",
     "aten.cholesky_solve(f32[4, 3, 2], f32[4, 3, 3])",
