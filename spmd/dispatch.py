@@ -46,6 +46,7 @@ from .running.kept_programs import KeptPrograms
 from .state.edits import EditedError, compare_edits, number_of
 from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
+from .watching.watch import Spec
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Turn:
     ``rows``: of the batch, where ranks brought unequal numbers of them.
     ``connection``: of the ranks that make this call together, None where there is one. ``is_distributing``: live state
     is being made equal and split. ``made``: edits of state since the call before (``state/edits.py``). ``answers``: the
-    first values that the step asks for, as the call has shown them.
+    first values that the step asks for, as the call has shown them. ``watched``: the statistics that it looks at.
     """
 
     call: Call | None = None
@@ -67,6 +68,7 @@ class Turn:
     is_distributing: bool = False
     made: dict[int, int] = field(default_factory=dict)
     answers: Answers = ()
+    watched: tuple[Spec, ...] = ()
 
     @property
     def state(self) -> StateIs:
@@ -113,7 +115,7 @@ class Dispatch:
             if not isinstance(error, RankFailedError):
                 self._report_failure(error)
                 raise
-            vars(turn).update(vars(Turn()))
+            vars(turn).update(vars(Turn(watched=turn.watched)))
             self._begin(turn, args, kwargs)
 
     def _begin(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -270,6 +272,7 @@ class Dispatch:
         for compiled in self.programs.by_last_run:
             admits = compiled.is_of_this_world() and compiled.is_connected() and compiled.uneven == uneven
             admits = admits and not compiled.left and begin_with(compiled.captured.answers, turn.answers)
+            admits = admits and compiled.captured.specs == turn.watched
             admitted = compiled.guards.admit(given) if admits else None
             if admitted is not None:
                 arguments, turn.live = admitted
@@ -285,6 +288,7 @@ class Dispatch:
     def _call(self, turn: Turn, given: Arguments, uneven: Mapping[str, int]) -> Call:
         call = Call(given, self.options.mode, uneven)
         call.answers, call.asks_nothing = turn.answers, self.options.begins_once
+        call.watched = turn.watched
         call.likely = self.programs.last.captured.answers if self.programs.last is not None else ()
         return call
 

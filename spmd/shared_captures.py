@@ -68,7 +68,8 @@ class SharedCaptures:
         if call.initial.made_any:
             return NONE  # the trace may have seen that there was state
         serving = (each for each in reversed(self._shared) if each.capture.fits(call) and each.guards.admit(call.given))
-        fitting = (each for each in serving if begin_with(each.capture.captured.answers, call.answers))
+        asked = (each for each in serving if begin_with(each.capture.captured.answers, call.answers))
+        fitting = (each for each in asked if each.capture.captured.specs == call.watched)
         return next((each.number for each in fitting), NONE)
 
     def of_number(self, number: int) -> SharedCapture:

@@ -30,6 +30,7 @@ from .running.deferred_program import DeferredProgram
 from .state.split_tensor import own_looks
 from .step_compiler import StepCompiler, first_runs
 from .step_runner import StepRunner
+from .watching.watch import Watch, watch_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -172,6 +173,31 @@ class CompiledStep(Generic[P, R]):
         if type(last) is not int or last < 1:
             raise ValueError(f"expected the number of calls to keep, got {last!r}")
         self.runner.recorder = None if folder is None else Recorder(Path(folder), last, self._name)
+
+    def watch(
+        self,
+        pattern: str,
+        *statistics: str,
+        every: int = 1,
+        as_one: bool = False,
+        to: str | Path | Callable[[int, dict[str, dict[str, float]]], object] | Any = None,
+    ) -> Watch:
+        """Look at statistics of values in every ``every``-th call, from the next one on; returns what has the results.
+
+        ``pattern``: a name or a pattern of names (``fnmatch``) of parameters; with ``.grad`` behind it of gradients, as
+        the optimizer gets them, with ``.update`` of what it adds, with a key of its state (``.exp_avg``) of that; or of
+        modules, with ``.output`` behind it. The argument that holds the model may be left out: ``"blocks.*.grad"``.
+        ``statistics``: ``"norm"``, ``"max"`` (the largest absolute value), ``"zeros"`` (how many), ``"nan"`` (how many
+        are NaN or Inf), of whole values in any mode; ``"norm"`` if none is named. ``as_one``: of all of them
+        as one, under the name ``"all"``.
+
+        They are computed in the step, which waits for none: ``values`` of what is returned has them, and ``to`` gets
+        them when the next call begins, on the first rank: a function of a call's number and values, a
+        ``SummaryWriter``, or a file of JSON lines. Calls that look at nothing run another program. All ranks call it.
+        Raises ``TypeError`` or ``ValueError`` for other arguments; a name that the step does not have raises
+        ``CaptureError`` in the next call.
+        """
+        return self.runner.watches.add(watch_of(pattern, statistics or ("norm",), every, as_one, to))
 
     def _check_whole(self, done: str) -> None:
         if self._options.mode.defer_updates:

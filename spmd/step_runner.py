@@ -32,6 +32,7 @@ from .recorder import Recorder
 from .running.compiled import Compiled
 from .step_compiler import StepCompiler
 from .unexpected_errors import unexpected_errors
+from .watching.watch import Watches
 
 
 class StepRunner:
@@ -57,6 +58,7 @@ class StepRunner:
         mode = options.mode
         self.adapting = Adapting(mode.table, options.pipeline) if isinstance(mode, Auto) and mode.adapt else None
         self.recorder: Recorder | None = None
+        self.watches = Watches()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; returns what the step returns. An error is reported to the other ranks."""
@@ -64,7 +66,7 @@ class StepRunner:
             return self._run_or_report(args, kwargs)
 
     def _run_or_report(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        turn = Turn()
+        turn = Turn(watched=self.watches.due(self._calls + 1))
         try:
             return self._run(turn, args, kwargs)
         except BaseException as error:  # an interrupt, too
@@ -109,6 +111,7 @@ class StepRunner:
                 execute = self.recorder.begin(compiled, state, self._calls, execute)
             restore = self._dispatch.restore(turn)
             result = compiled.run(turn.call.given, turn.live, restore, execute)
+        self.watches.take(self._calls, compiled.watched, is_first=compiled.is_of_first_rank)
         if self.recorder is not None:
             self.recorder.end(state)
         self.profile.end(compiled)
@@ -134,7 +137,7 @@ class StepRunner:
         if pipeline is not None:
             compiled = self._exchange(turn, compiled, pipeline, adapting)
         compiled.program.notes.append(adapting.note)
-        if adapting.is_done and not any(axis.coordinate for axis in compiled.program.mesh.axes):
+        if adapting.is_done and compiled.is_of_first_rank:
             adapting.say()
         return compiled
 

@@ -45,7 +45,7 @@ ORDER = {
         interpreter/
         memo unexpected_errors
         failed_ops
-        answers/
+        answers/ watching/
         annotations/ ranks/
         call/
         python_state/

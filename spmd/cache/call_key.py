@@ -7,7 +7,7 @@ that it read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, astuple, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def facts_of_call(
         "inputs": [[x.name, str(x.role), x.shape, str(x.dtype), repr(x.placement)] for x in call.inputs],
         "annotations": _option(call.annotations.facts(), describer),
         "without gradient": sorted(call.without_gradient),
+        "watched": list(map(astuple, call.watched)),
         "answers": [values_of(call.answers), values_of(call.likely)],
         "live": live,
         "settings": _settings(),

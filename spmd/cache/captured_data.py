@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..capture.hyper_conditions import HyperGuards
 from ..python_state.effects.carried import Carried
 from ..python_state.effects.writes import GroupEntry, Write
 from ..python_state.reads import Reads, ReadSite
+from ..watching.watch import Spec
 from .conditions import condition_from_data, condition_to_data
 from .not_cached import NotCachedError
 from .program_data import scalar_from_data, scalar_to_data
@@ -55,6 +57,11 @@ def captured_to_data(captured: Captured, constants: list[Any], places: Mapping[A
         "live": captured.live,
         "fixed": [[name, scalar_to_data(value)] for name, value in captured.fixed.items()],
         "cleared first": sorted(captured.cleared_first),
+        "specs": list(map(astuple, captured.specs)),
+        "watched": [
+            [captured.specs.index(spec), name, statistic, each.index]
+            for (spec, name, statistic), each in captured.watched.items()
+        ],
         "answers": [[each.value, each.where] for each in captured.answers],
     }
 
@@ -84,6 +91,8 @@ def captured_from_data(data: Mapping[str, Any], program: Program, reads: StoredR
         live=data["live"],
         fixed={name: scalar_from_data(value) for name, value in data["fixed"]},
         cleared_first=frozenset(data["cleared first"]),
+        specs=(specs := tuple(Spec(pattern, tuple(names), together) for pattern, names, together in data["specs"])),
+        watched={(specs[k], name, each): FromOutput(index) for k, name, each, index in data["watched"]},
         answers=tuple(Answer(*each) for each in data["answers"]),
         is_of_one_size=data["is of one size"],
     )

@@ -21,6 +21,7 @@ from ..annotations.resolve import Annotations, Ignored
 from ..answers.answer import Answers
 from ..ranks.axis_roles import Roles, check_agreement, with_roles
 from ..ranks.world import axis_names, describe, joined, world
+from ..watching.watch import Spec
 from .groups import Groups
 from .initial_state import Idle, InitialState
 from .inputs import BatchInput, place_inputs
@@ -79,6 +80,7 @@ class Call:
         self.without_gradient = frozenset[str]()  # parameters whose gradient is no state of the call
         self.library_hooks: list[tuple[dict[Any, Any], Any]] = []  # that its trace has left on modules: (hooks, key)
         self.answers: Answers = ()  # that the call has shown to what the step asks of values
+        self.watched: tuple[Spec, ...] = ()  # the statistics that it looks at
         self.likely: Answers = ()  # those of the program last run
         self.asks_nothing = ""  # the reason that the step may ask for none
         self.no_logs: set[Any] = set()  # paths of containers among the arguments that the step reads, too

@@ -48,6 +48,10 @@ def bind_outputs(
     writes = bound(final.writes, known, lambda name: outputs.add(Output(OutputKind.NEW, name, Role.RESULT)))
     for number in range(len(final.asked)):
         outputs.add(Output(OutputKind.RESULT, f"asked.{number}", Role.RESULT))
+    watched = {
+        key: outputs.add(Output(OutputKind.RESULT, f"watched.{number}", Role.RESULT))
+        for number, key in enumerate(final.watched)
+    }
     program.set_outputs(outputs.values, outputs.declared)
     return Captured(
         program,
@@ -60,6 +64,7 @@ def bind_outputs(
         carried,
         writes,
         final.requires_grad,
+        watched=watched,
     )
 
 

@@ -19,6 +19,7 @@ from ..python_state.effects.carried import Carried
 from ..python_state.effects.repeated import Effect
 from ..python_state.effects.writes import Write
 from ..python_state.reads import ReadSite
+from ..watching.watch import Spec, Watched
 from .hyper_conditions import HyperGuards
 from .sizes.size_symbols import NO_SIZES, SizeSymbols
 
@@ -62,6 +63,8 @@ class Captured:
     fixed_sizes: dict[DynamicSize, str] = field(default_factory=dict)  # of these, those that it needs, with the lines
     returns_loss: bool = False  # of a model in train() mode, with a graph, and without a backward pass
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient is cleared before it is read
+    specs: tuple[Spec, ...] = ()  # of the statistics that its calls look at
+    watched: dict[Watched, FromOutput] = field(default_factory=dict)  # these, as far as the step has such values
     answers: Answers = ()  # for which it was traced, of the values that the step branches on
 
     @cached_property

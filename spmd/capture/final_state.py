@@ -6,7 +6,7 @@ Refused here: state that a compiled step could not store, or that it would chang
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..python_state.effects.writes import Write, check_effect, is_output, settle
 from ..python_state.lines import line_naming
 from ..python_state.reads import Change, Lines, Reads, containers_in
 from ..python_state.traced import holds_fakes, is_traced
+from ..watching.watch import Watched
 from .set_data import is_same_memory
 from .swap_state import StateSwap
 from .unsupported import check_results, with_known_numbers
@@ -80,6 +81,7 @@ class FinalState:
     writes: list[Write | Effect]  # to Python state
     requires_grad: dict[str, bool]  # of parameters for which the step changes it, by name
     asked: Sequence[Any] = ()  # values that the step branches on
+    watched: Mapping[Watched, Any] = field(default_factory=dict)  # statistics that a call looks at
 
     @classmethod
     def of(cls, swap: StateSwap, result: Any, carried: Carried, reads: Reads, entries: Entries) -> FinalState:
@@ -118,7 +120,7 @@ class FinalState:
         results = {id(value) for value in self.results}
         pairs = [(write, leaf) for write in self.writes for leaf in write.leaves if is_output(leaf)]
         written = [leaf for write, leaf in pairs if not isinstance(write, Effect) or id(leaf) not in results]
-        return [*(value for value in values if is_traced(value)), *written, *self.asked]
+        return [*(value for value in values if is_traced(value)), *written, *self.asked, *self.watched.values()]
 
 
 def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -> list[Write | Effect]:

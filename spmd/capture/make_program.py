@@ -69,7 +69,7 @@ def capture(
     symbols = [symbol for name, symbol in numbers if name not in unread]
     guards = HyperGuards.of(fakes.shapes, symbols, trace.branches, fakes.sizes)
     captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried.without(unread))
-    captured.cleared_first, captured.answers = trace.cleared_first, trace.answers
+    captured.cleared_first, captured.answers, captured.specs = trace.cleared_first, trace.answers, call.watched
     program.outputs = [_replacing(each, trace.cleared_first) for each in program.outputs]
     captured.live = found is not None
     captured.sizes, captured.fixed_sizes = fakes.sizes, fakes.sizes.fixed(fakes.shapes, fakes.symbols)

@@ -43,6 +43,7 @@ from ..python_state.effects.containers import ArgumentEntry, Containers
 from ..python_state.effects.lasting_hooks import refuse_lasting_hooks
 from ..python_state.reads import Change, Reads, ReadSite
 from ..python_state.reads.clocks import refused_clocks
+from ..watching.traced import Watching
 from .attached import attached_attributes, attached_objects
 from .decompositions import first_trace_table
 from .fakes import Fakes
@@ -143,6 +144,7 @@ class Trace:
             scalar_indices = stack.enter_context(ScalarIndices())
             cleared = stack.enter_context(ClearedGradients(swap.fake_of))
             stack.enter_context(cleared.watch_zero_grad())
+            watching = Watching(self.call.watched, swap.fake_of, names)
             questions = stack.enter_context(Questions(self.call.answers, self.call.likely, self.call.asks_nothing))
             stack.enter_context(questions.of_numbers(lambda error: bool(branches.branched_on(error))))
             self.branches = stack.enter_context(branches).found
@@ -150,19 +152,19 @@ class Trace:
             recorder.constants = stack.enter_context(constants)
             stack.enter_context(mixed_precision(self.call))
             stack.enter_context(recorder)  # the outermost mode: no other Python code runs inside of an op
-            result = self._call_function(fakes, swap)
+            result = self._call_function(fakes, swap, watching)
             watched.joined.clear()  # the step has ended
             self.cleared_first = frozenset(cleared.names)
             set_data.check_end()
             scalar_indices.check_end()
             final = FinalState.of(swap, result, self.carried, self.reads, self.entries).map_state(set_data.current)
             results = list(map(set_data.current, final.results))
-            self.final = replace(final, results=results, asked=questions.values)
+            self.final = replace(final, results=results, asked=questions.values, watched=watching.found())
             self.answers = tuple(questions.answers)
             branches.check_end(self.final.slots)
             return self.final.traced()
 
-    def _call_function(self, fakes: Fakes, swap: StateSwap) -> Any:
+    def _call_function(self, fakes: Fakes, swap: StateSwap, watching: Watching) -> Any:
         stand_ins = self._stand_ins(fakes)
         args, kwargs = tree_unflatten(stand_ins, self.call.arguments.spec)
         leaves, found = self.call.arguments.leaves, self.call.arguments.found
@@ -192,6 +194,7 @@ class Trace:
                 self.reads,
                 self.call.library_hooks,
             ),
+            watching.of_step(),
         ):
             result = self.function(*args, **kwargs)
         self.entries = list(containers.changes(names))

@@ -27,6 +27,7 @@ from ..lowering.lower import Executable
 from ..ranks.connection import Connection
 from ..state.edits import Edits
 from ..state.freed_pages import return_freed_pages
+from ..watching.watch import Watched
 from .equal_inputs import EqualInputs, intent_of
 from .inputs import Inputs, Running
 from .results import Results
@@ -54,6 +55,7 @@ class Compiled:
     copied: dict[str, str]  # see ``copied_state``
     any_size: AnySize | None = None  # the trace that it was made from, if that serves other sizes of its arguments, too
     left: str = ""  # the reason that no later call runs it, on any rank
+    watched: dict[Watched, torch.Tensor] = field(init=False, default_factory=dict)  # statistics of the last call
     edits: Edits = field(init=False)
     inputs: Inputs = field(init=False)
     _results: Results = field(init=False)
@@ -119,6 +121,11 @@ class Compiled:
         self.executable.close_code()
         self.inputs.release()
         self.added.clear()
+
+    @property
+    def is_of_first_rank(self) -> bool:
+        """Whether this is the first rank of the mesh."""
+        return not any(axis.coordinate for axis in self.program.mesh.axes)
 
     @property
     def is_of_one_size(self) -> bool:
@@ -208,6 +215,7 @@ class Compiled:
         for k in self.inputs.written:
             if running.contiguous[k] is not running.given[k]:
                 running.given[k].copy_(running.contiguous[k])
+        self.watched = {key: returned[each.index] for key, each in self.captured.watched.items()}
         self._results.write_state(returned, arguments, tensors)
         self._results.write_python_state(returned, shown, arguments, tensors)
         commit.finish()

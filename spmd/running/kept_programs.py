@@ -68,6 +68,8 @@ class KeptPrograms:
         """The reason to compile, in the user's words."""
         if call.answers:  # the last of them is another one than the program was traced for
             return str(call.answers[-1])
+        if self.last is not None and self.last.captured.specs != call.watched:
+            return f"other watched values: {', '.join(map(str, call.watched)) or 'none'}"
         return reason_to_compile(call, self.last, self.of_models(call))
 
     def add(self, compiled: Compiled, change: str) -> None:
