@@ -173,7 +173,7 @@ class StepRunner:
         ``given``: this rank's part of the batch; ``rows``: where the ranks have unequal parts. ``answers``: that the
         call is known to give to what the step asks of values.
         """
-        turn = Turn(rows=rows, answers=answers)
+        turn = Turn(rows=rows, answers=answers, watched=self.watches.specs())
         self._dispatch.fit(turn, given)
         self._ready(turn)
         return turn

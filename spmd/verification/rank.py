@@ -28,6 +28,7 @@ from ..running.compiled import Compiled
 from ..running.inputs import Running
 from ..state.split_tensor import own_looks
 from ..step import CompiledStep
+from ..watching.watch import Watch
 from .compared_stages import RankPrograms, after_each, transforms
 from .copies import Copy, Subject, on_copies
 from .wholes import part_of
@@ -51,6 +52,8 @@ class SimulatedRank:
         self.number, self._copied = number, copied
         mode = copied.mode(subject.options.mode, mesh)
         self.step = CompiledStep(subject.function, on_copies(subject.options, mode, copied.in_double))
+        for spec in subject.step.runner.watches.specs():
+            self.step.runner.watches.add(Watch(spec, every=1))
         self._mode = mode
         self._parts: dict[str, _Part] = {}
         self._rows: UnequalRows | None = None

@@ -91,6 +91,10 @@ class Watches:
         self._all.append(watch)
         return watch
 
+    def specs(self) -> tuple[Spec, ...]:
+        """All that some call looks at."""
+        return tuple(dict.fromkeys(watch.spec for watch in self._all if not watch.is_over))
+
     def due(self, call: int) -> tuple[Spec, ...]:
         """Hand on what the call before gave; returns what the call of this number is to look at."""
         for watch in self._all:

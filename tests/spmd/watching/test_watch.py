@@ -194,3 +194,15 @@ def test_a_later_process_finds_the_programs_that_look(tmp_path: Path) -> None:
     call_again(0)
     assert again.values == watch.values and len(watch.values) == 4
     assert "capture" not in second.report().seconds
+
+
+@pytest.mark.usefixtures("alone")
+def test_programs_that_look_are_verified_and_certified() -> None:
+    case = Watched()
+    model, optimizer = case.build()
+    step = spmd.compile(parallel_mode=spmd.DataParallel("fully_shard"))(case.step)
+    alone = spmd.certify(step, model, optimizer, *case.part(0, 0), world=2)
+    step.watch("*.grad", "norm", "max", "zeros")
+    looking = spmd.certify(step, model, optimizer, *case.part(0, 0), world=2)
+    assert alone and looking and looking.outputs == alone.outputs + 12
+    assert spmd.verify(step, model, optimizer, *case.part(0, 0), world=2)
