@@ -6,7 +6,8 @@
 
     python -m benchmarks.gate [--base COMMIT] [--a OPTIONS] [--b OPTIONS] [--seconds 600] [--network 500mbit] [--line]
 
-Options of an arm: --style, --mode NAME=VALUE, --compile NAME=VALUE, --system NAME, --clears last first, --slower SHARE;
+Options of an arm: --style, --mode NAME=VALUE, --compile NAME=VALUE, --system NAME, --clears last first,
+--watch PATTERN STATISTICS, --slower SHARE;
 ``--a --help`` lists them. Two ranks, each bound to a core, train a small GPT with default options by "fully_shard".
 
 step        the time of a step that nothing disturbed, and the CPU time of all ranks; gradients cleared last, or first

@@ -28,8 +28,9 @@ class Arm:
     """One side of the comparison.
 
     ``system``: a name in ``benchmarks.peers.systems``, or empty for spmd with ``style``, ``mode`` (options of
-    ``DataParallel``) and ``compile`` (options of ``spmd.compile``). ``clears``: when steps clear gradients. ``slower``:
-    the share of busy work that is added to all that is measured, to see whether the gate finds it.
+    ``DataParallel``) and ``compile`` (options of ``spmd.compile``). ``clears``: when steps clear gradients. ``watch``:
+    what each call looks at, as ``step.watch`` takes it. ``slower``: the share of busy work that is added to all that is
+    measured, to see whether the gate finds it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Arm:
     mode: dict[str, Any] = field(default_factory=dict)
     compile: dict[str, Any] = field(default_factory=dict)
     clears: tuple[str, ...] = ("last", "first")
+    watch: tuple[str, ...] = ()
     slower: float = 0.0
 
 
@@ -50,6 +52,9 @@ def arm(name: str, text: str) -> Arm:
     parser.add_argument("--compile", nargs="+", default=[], type=_option, help="of spmd.compile, as name=value")
     parser.add_argument("--system", default="", help="instead, one that benchmarks.peers races, by name")
     parser.add_argument("--clears", nargs="+", choices=CLEARS, default=Arm.clears, help="gradients (last first)")
+    parser.add_argument(
+        "--watch", nargs="+", default=(), metavar="WORD", help="in each call: a pattern, then statistics"
+    )
     parser.add_argument("--slower", type=float, default=0.0, metavar="SHARE", help="plant busy work: 0.03 is 3%%")
     found = parser.parse_args(shlex.split(text))
     return Arm(
@@ -59,6 +64,7 @@ def arm(name: str, text: str) -> Arm:
         mode=dict(found.mode),
         compile=dict(found.compile),
         clears=tuple(found.clears),
+        watch=tuple(found.watch),
         slower=found.slower,
     )
 

@@ -108,6 +108,8 @@ class ArmRank:
         arm = self.spec.arm
         mode = spmd.DataParallel(arm.style, **arm.mode)  # type: ignore[arg-type]
         compiled = spmd.compile(parallel_mode=mode, **arm.compile, **options)(spelling.step)
+        if arm.watch:
+            compiled.watch(*arm.watch)
         return spelling.bind(compiled, model, torch.optim.AdamW(model.parameters()))
 
     def warm_call(self, clears: str) -> Span:
