@@ -50,7 +50,7 @@ from .surroundings import functions, same_functions, surroundings
 _BY_DEFAULT = 64  # ranks of a job, each of which writes an entry: more are too many for a home that hosts share
 _TRIED = 32  # entries of one key that a call is compared with
 _LEAST_TIMEOUT = 60.0  # seconds that ranks must be ready to wait, for one of them to capture for all
-_OF_SIZES = ("leaves", "inputs")  # facts of a call that have the sizes of its arguments
+_OF_CALLS = ("leaves", "inputs", "answers")  # facts that a trace for any size has none of, or other ones than a call
 _READ = (NotCachedError, RefusedFolderError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 _UNDESCRIBED = (NotCachedError, RuntimeError)  # torch has no contents for some tensors, and Python an end of recursion
 
@@ -99,7 +99,7 @@ class Lookup:
     names: Mapping[int, str] = field(default_factory=dict)
     functions: Mapping[str, Any] = field(default_factory=dict)
     found: dict[str, Warm] = field(default_factory=dict)
-    _context: str = ""  # the key without sizes
+    _context: str = ""  # the key without facts of one call
     _flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     _slots: list[str] = field(default_factory=list)
     _data: dict[str, Any] = field(default_factory=dict)
@@ -379,7 +379,7 @@ def _describe(lookup: Lookup, name: str, options: Options, shares: bool) -> None
         lookup.why = str(error) or type(error).__name__
         return
     lookup.key = digest_of([facts, around, of_kernels, lookup.not_kept])
-    lookup._context = digest_of([{k: v for k, v in facts.items() if k not in _OF_SIZES}, around])
+    lookup._context = digest_of([{k: v for k, v in facts.items() if k not in _OF_CALLS}, around])
     if shares:
         lookup.shared_key = digest_of([{**facts, "mesh": facts_of_mesh(call)}, around])
 

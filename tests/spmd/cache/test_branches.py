@@ -48,3 +48,20 @@ def test_an_entry_of_another_way_would_be_noticed(trainer: Trainer, tmp_path: Pa
     trainer.monkeypatch.setattr(call_key, "values_of", lambda _: ())
     with pytest.raises(AssertionError, match="a program is of the answers of its call"):
         losses(trainer, tmp_path / "cache", [0.2, 9])
+
+
+def test_other_sizes_of_each_way_are_kept(trainer: Trainer, tmp_path: Path) -> None:
+    def train() -> tuple[list[float], list[str]]:
+        trainer.write(cached_step=BRANCHING)
+        module = trainer.start()
+        step, (model, optimizer) = spmd.compile(module.step, cache=tmp_path / "cache"), module.build()
+        calls = [(6, 0.2), (5, 0.2), (4, 0.2), (3, 9), (4, 9)]
+        batches = [[each[:rows] for each in batch(k)] for k, (rows, _) in enumerate(calls)]
+        found = [step(model, optimizer, x, y * scale).item() for (x, y), (_, scale) in zip(batches, calls, strict=True)]
+        return found, [note for note in step.report().notes if "not kept" in note]
+
+    traces = trainer.count_traces()
+    expected, not_kept = train()
+    assert not not_kept
+    traces.clear()
+    assert train()[0] == expected and not traces
