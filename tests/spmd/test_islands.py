@@ -68,6 +68,14 @@ class Blocks(MLP):
     step = staticmethod(clipped)
 
 
+class Gated(Blocks):
+    """Few kernels: one in forward, and one in backward."""
+
+    def build(self) -> tuple[Any, ...]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).to(self.dtype)
+        return model, make_optimizer(self.optimizer, model.parameters())
+
+
 def takes_all(patch: pytest.MonkeyPatch) -> None:
     """Take islands that are slower, too: at these sizes, and on a loaded machine, many are."""
     patch.setattr(compiled_islands, "_LEAST_GAIN", 0.0)
@@ -88,7 +96,8 @@ def trained(rank: int, world: int, case: Any, mode: dict[str, Any], **options: A
 @pytest.mark.parametrize(
     "case, mode",
     [
-        (Later(Blocks(optimizer="SGD")), {"parallel_style": "fully_shard"}),
+        pytest.param(Later(Blocks(optimizer="SGD")), {"parallel_style": "fully_shard"}, marks=pytest.mark.exhaustive),
+        (Later(Gated(optimizer="SGD")), {"parallel_style": "fully_shard"}),
         (Blocks(optimizer="AdamW"), {"parallel_style": "replicate", "shard_optimizer": True, "micro_batches": 2}),
         pytest.param(
             Blocks(optimizer="SGD"),
@@ -106,7 +115,7 @@ def trained(rank: int, world: int, case: Any, mode: dict[str, Any], **options: A
 def test_the_numbers_are_those_of_the_plain_step(ranks: Ranks, case: Any, mode: dict[str, Any]) -> None:
     """Also of a short batch, where the model evaluates, and with a parameter that is frozen (``Later``)."""
     (one, count), (other, same) = ranks.run(2, trained, case, mode)
-    assert not [*one, *other] and count == same > 4
+    assert not [*one, *other] and count == same > (1 if case == Later(Gated(optimizer="SGD")) else 4)
 
 
 def chosen(rank: int, world: int) -> list[str]:

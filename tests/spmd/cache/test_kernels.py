@@ -18,10 +18,9 @@ from spmd import capture_call
 from spmd.cache import kernel_data
 from spmd.lowering import island_library
 from spmd.lowering import islands as compiled_islands
-from tests.harness.cases import make_optimizer
 from tests.harness.oracle import all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
-from tests.spmd.test_islands import Blocks
+from tests.spmd.test_islands import Gated
 
 from .test_warm import run
 from .trainer import TracedError, Trainer, batch
@@ -168,14 +167,6 @@ def test_kernels_of_a_gpu_and_what_does_not_compile_are_not_kept(trainer: Traine
         (entry,) = (tmp_path / "cache").iterdir()
         assert not [*entry.glob("*kernel*"), *entry.glob("*.so"), *entry.glob("final*")], "the trace alone is kept"
         shutil.rmtree(entry)
-
-
-class Gated(Blocks):
-    """One kernel in forward, and one in backward."""
-
-    def build(self) -> tuple[Any, ...]:
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)).double()
-        return model, make_optimizer(self.optimizer, model.parameters())
 
 
 def trained(

@@ -26,14 +26,15 @@ from .test_numbers import trained
 
 @dataclass(frozen=True)
 class Blocks(MLP):
-    """A block for each stage, without state of the optimizer: all calls run one program."""
+    """A block for each stage, of which interleaved ones have four; without state: all calls run one program."""
 
     sizes: tuple[int, ...] = (4, 4)
     rows: int = 8
     optimizer: str = "SGD"
+    layers: int = 2
 
     def build(self) -> tuple[Any, ...]:
-        model = nn.Sequential(*(Block(4) for _ in range(4))).double()
+        model = nn.Sequential(*(Block(4) for _ in range(self.layers))).double()
         return model, make_optimizer(self.optimizer, model.parameters())
 
     step = staticmethod(step)
@@ -41,7 +42,8 @@ class Blocks(MLP):
 
 def beside_plain(rank: int, world: int, schedule: str) -> tuple[list[str], set[str]]:
     """What differs from the plain step, and the programs that have islands."""
-    case, mesh = Blocks(), init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    case = Blocks(layers=4 if schedule == "interleaved" else 2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     batches = [case.part(0, k) for k in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         takes_all(patch)
@@ -51,8 +53,7 @@ def beside_plain(rank: int, world: int, schedule: str) -> tuple[list[str], set[s
     unequal = all_unequal(trained(case, case.step, batches), got, 0, 1, case.rtol)
     bundle: Any = compiled.program.stages
     roles = {role for role in bundle.roles_of(compiled.program) if islands(bundle.programs[role].graph)}
-    least = 2 if schedule == "interleaved" else 6  # calls on each rank; two layers lie in four stages then
-    assert sum(row.calls for row in compiled.report().islands) >= least
+    assert sum(row.calls for row in compiled.report().islands) >= 2  # on each rank
     return unequal, roles
 
 
