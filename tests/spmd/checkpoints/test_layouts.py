@@ -46,12 +46,18 @@ def saved(rank: int, world: int, layout: str, optimizer: str, seed: int, trains:
 def loaded(
     rank: int, world: int, layout: str, optimizer: str, seed: int, trains: bool, folder: Path, sources: Sequence[int]
 ) -> list[str]:
-    """What differs after loads into what was never trained, and into what has other state, in turn."""
-    trained = run_in(rank, layout, optimizer, seed, trains)
+    """What differs after loads into what was never trained, and into what has other state, in turn.
+
+    The first load of an odd seed is into other state.
+    """
+    trained: Run | None = None
     wrong = []
-    for k, source in enumerate(sources):
+    for k, source in enumerate(sources, seed):
         expected = torch.load(folder / f"{source}.pt")
-        run = trained if k % 2 else Run(layout, optimizer, seed, on_meta=True)
+        if k % 2:
+            run = trained = trained or run_in(rank, layout, optimizer, seed, trains)
+        else:
+            run = Run(layout, optimizer, seed, on_meta=True)
         assert {"model.embed.weight", "model.up.bias"} <= {*unequal(expected, run.state())}, "other values before"
         assert spmd.load(folder / f"step-{source}", **run.objects) == source
         wrong += [f"{source}: {name}" for name in unequal(expected, run.state())]
@@ -77,7 +83,7 @@ def test_every_layout_loads_from_every_other(
 ) -> None:
     """State by name, and that of the optimizer, bit by bit: from any layout on any number of ranks into any other.
 
-    In every run each checkpoint is loaded into two layouts, and each layout loads two; all with --exhaustive.
+    In every run each checkpoint is loaded into one layout, and each layout loads one; all with --exhaustive.
     """
     count, is_exhaustive = len(places), request.config.getoption("--exhaustive")
 
@@ -89,7 +95,7 @@ def test_every_layout_loads_from_every_other(
     for number in range(count):
         run(number, saved)
     for number, place in enumerate(places):
-        sources = [(number + k) % count for k in (range(1, count) if is_exhaustive else (1, 4))]
+        sources = [(number + k) % count for k in range(1, count if is_exhaustive else 2)]
         assert not any(wrong := run(number, loaded, sources)), f"into {place} from {list(enumerate(places))}: {wrong}"
 
 
