@@ -77,7 +77,11 @@ def both(
         pytest.param(MLP(), {}, marks=pytest.mark.exhaustive),
         (MLP(optimizer="AdamW"), {"parallel_style": "fully_shard"}),
         (Shorter(optimizer="SGD momentum"), {"shard_optimizer": True}),
-        (experts.Training("numbers"), {"parallel_style": "fully_shard", "axes": {"batch": "dp", "experts": "dp"}}),
+        pytest.param(
+            experts.Training("numbers"),
+            {"parallel_style": "fully_shard", "axes": {"batch": "dp", "experts": "dp"}},
+            marks=pytest.mark.exhaustive,
+        ),
         (MLP(sizes=(5, 7, 3), rows=4), {"axes": {"stages": "pp"}, "micro_batches": 2, "stages": ["2"]}),
         pytest.param(stages.Training("tied"), stages.TWO, marks=pytest.mark.exhaustive),
     ],

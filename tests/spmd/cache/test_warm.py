@@ -287,7 +287,7 @@ class Shorter(MLP):
 @pytest.mark.parametrize(
     ("case", "world", "mode"),
     [
-        (MLP(optimizer="AdamW"), 2, {"parallel_style": "fully_shard"}),
+        pytest.param(MLP(optimizer="AdamW"), 2, {"parallel_style": "fully_shard"}, marks=pytest.mark.exhaustive),
         (Shorter(optimizer="SGD momentum"), 2, {"shard_optimizer": True}),
         (MLP(optimizer="AdamW"), 2, {"parallel_style": "fully_shard", "micro_batches": 2}),
     ],
