@@ -113,6 +113,9 @@ LAYOUTS = {
     "deferred, hybrid": Layout(HYBRID, {**FULLY, "defer_updates": True}, SMALL, BOTH),
 }
 
+# In every run each style has one rank on each host, or two, and either optimizer; these have the others.
+REST = ("kept whole", "fully_shard", "shard_optimizer, four", "replicate, four")
+
 
 @dataclass(frozen=True)
 class Trained:

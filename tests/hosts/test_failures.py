@@ -13,7 +13,9 @@ from tests.harness.pool import RankError, Ranks
 THEIR_OWN = "two hosts"  # transport: ranks take each other for what they are
 
 
-@pytest.mark.parametrize("world, style", [(2, "replicate"), (4, "fully_shard")])
+@pytest.mark.parametrize(
+    "world, style", [pytest.param(2, "replicate", marks=pytest.mark.exhaustive), (4, "fully_shard")]
+)
 def test_an_error_of_one_rank_reaches_both_hosts_and_all_go_on(hosts: Ranks, world: int, style: str) -> None:
     outcomes = hosts.run(world, fails_then_goes_on, style, THEIR_OWN, faults.raises, 0.5)
     for rank, (message, seconds, differ) in enumerate(outcomes):

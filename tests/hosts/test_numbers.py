@@ -6,10 +6,12 @@ import pytest
 
 from tests.harness.pool import Ranks
 
-from .layouts import LAYOUTS, trained
+from .layouts import LAYOUTS, REST, trained
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in REST else name for name in LAYOUTS]
+)
 def test_numbers_are_those_of_the_plain_step(hosts: Ranks, name: str) -> None:
     layout = LAYOUTS[name]
     for found in hosts.run(layout.world, trained, name):

@@ -55,7 +55,7 @@ def go_on(rank: int, world: int, name: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("saving, loading", [
-    ("replicate over hosts, shard inside", "shard_optimizer"),
+    pytest.param("replicate over hosts, shard inside", "shard_optimizer", marks=pytest.mark.exhaustive),
     ("tensor over hosts", "fully_shard, four"),
     ("fully_shard", "stages over hosts"),
 ])  # fmt: skip
