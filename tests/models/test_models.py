@@ -11,8 +11,9 @@ from tests.harness.pool import Ranks
 from .catalog import ENTRIES
 from .examine import Style, Training, assert_trains_in_place
 
-# In every run a decoder and an encoder-decoder, one in each style; `--exhaustive` takes all, in both.
-USUAL = {"GPT2": "fully_shard", "Bert": "replicate"}
+# In every run one here, a decoder in `test_lengths.py` and a U-Net in `test_unet.py`, whose parameters are sharded;
+# `--exhaustive` takes all, in both styles.
+USUAL = {"Bert": "replicate"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -67,7 +67,7 @@ def on_ranks(rank: int, world: int, style: str, broken: int | None) -> list[Any]
         return [seen, *(p.detach().clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_a_broken_pass_is_found_on_all_ranks_and_trains_nothing(ranks: Ranks, style: str) -> None:
     for seen, *parameters in ranks.run(2, on_ranks, style, 1):
         assert len(seen) == 3 and all("before its passes ran" in each for each in seen)

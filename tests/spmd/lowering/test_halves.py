@@ -195,7 +195,7 @@ def taken(snapshots: Sequence[Snapshot]) -> list[Tensor]:
     return [each.pop("result[1]") for each in snapshots]
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_captured_halves_read_the_numbers_of_each_call(ranks: Ranks, style: str) -> None:
     found = [line for lines in ranks.run(2, replayed, style) for line in lines]
     assert not found, "\n".join(found[:20])

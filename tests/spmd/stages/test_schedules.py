@@ -272,7 +272,7 @@ def clipped(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_gpus_exchange_ends_for_each_schedule(schedule: str, ranks: int) -> None:
     """NCCL runs the messages of a group in one line: what goes to earlier ranks has a group of its own."""
