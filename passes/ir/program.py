@@ -20,7 +20,7 @@ from .._torch import LazyGraphModule, Placement
 from ..runtime.arena import aligned
 from .collectives import Collective, collectives_in, group_of, kind_of, reduction_of
 from .rates import UNMEASURED, Rate
-from .roles import AxisRole, Memory, Role
+from .roles import AxisRole, InputSource, Memory, Role
 
 Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
 
@@ -132,7 +132,7 @@ class OutputKind(StrEnum):
     RESULT = "result"  # a leaf of what the step returns
     UPDATE = "update"  # the new value of the input with the same name
     NEW = "new"  # state that did not exist before this call
-    PENDING = "pending"  # what the program that ends the step takes as an input of this name
+    CHANNEL = "pending"  # what another program of a bundle takes as an input of this name
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class MicroBatches:
         return [self._input(each, value, k) for each, value in zip(declared, inputs, strict=True)]
 
     def _input(self, declared: Input, value: Any, k: int) -> Any:
-        if declared.role is Role.RUN:
+        if declared.role.source is InputSource.RUN:
             return k
         if declared.name in self.split:
             dim = self.split[declared.name]
@@ -345,7 +345,7 @@ class Program:
         """Whether each run of a call may find another value of an input."""
         micro = self.micro_batches
         is_cut = micro is not None and declared.name in micro.split
-        return is_cut or declared.role is Role.RUN or declared.role.is_of_runs
+        return is_cut or declared.role.is_given_by_runs
 
     def varying(self) -> set[fx.Node]:
         """The nodes that follow from inputs that vary, and may have another value in each run of a call."""

@@ -33,7 +33,7 @@ def save_program(program: Program) -> dict[str, Any]:
     own = [node.name for node in program.graph.nodes if node.op in ("get_attr", "call_module")]
     if own:
         raise PassError(f"{program.name} has tensors or modules of its own ({', '.join(own[:3])}), which no text holds")
-    outputs = [{"kind": str(each.kind), "name": each.name, "role": str(each.role)} for each in program.outputs]
+    outputs = [{"kind": str(each.kind), "name": each.name, "role": each.role.to_data()} for each in program.outputs]
     names = printed_names(program)
     names |= {node: node.name for region in regions(program.graph).values() for node in region.nodes}
     return {
@@ -69,7 +69,9 @@ def load_program(saved: Mapping[str, Any]) -> Program:
         if each.get("val"):
             with FakeTensorMode():
                 node.meta["val"] = _memory(each["val"])
-    outputs = [Output(OutputKind(each["kind"]), each["name"], Role(each["role"])) for each in saved["outputs"]]
+    outputs = [
+        Output(OutputKind(each["kind"]), each["name"], Role.from_data(each["role"])) for each in saved["outputs"]
+    ]
     program = Program(fx.GraphModule(torch.nn.Module(), found.graph), inputs, outputs, mesh, name=saved["name"])
     return program if saved["stages"] is None else _with_stages(program, saved["stages"])
 
@@ -112,12 +114,12 @@ def _read_axis(saved: Mapping[str, Any]) -> Axis:
 
 def _input(declared: Input, node: fx.Node) -> dict[str, Any]:
     parts = [{"name": part.input.name, "offset": part.offset, "shape": list(part.shape)} for part in declared.parts]
-    val = _described(node.meta["val"]) if declared.role.is_of_runs else None
-    return {"role": str(declared.role), "name": declared.name, "parts": parts, "val": val}
+    val = _described(node.meta["val"]) if declared.role.is_carried else None
+    return {"role": declared.role.to_data(), "name": declared.name, "parts": parts, "val": val}
 
 
 def _read_input(saved: Mapping[str, Any]) -> Input:
-    role = Role(saved["role"])
+    role = Role.from_data(saved["role"])
     parts = [Part(Input(role, each["name"]), each["offset"], tuple(each["shape"])) for each in saved["parts"]]
     return Input(role, saved["name"], parts=tuple(parts))
 
