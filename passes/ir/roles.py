@@ -97,22 +97,13 @@ class Role(Name):
         """Whether an input of this role is the same tensor at each call."""
         return self.source in _STAYING
 
-    def to_data(self) -> Any:
-        """Plain data for JSON: the name of a role that is declared here, the fields of any other."""
-        return self.name if _DECLARED.get(self.name) is self else dict(vars(self))
-
     @classmethod
     def from_data(cls, data: Any) -> Role:
         """The role of ``to_data``. Raises ``ValueError`` for a name that is not declared here."""
         if not isinstance(data, str):
             holds = None if data["holds"] is None else Holds(data["holds"])
-            return cls(data["name"], InputSource(data["source"]), data["is_sum"], holds)
-        if data not in _DECLARED:
-            raise ValueError(
-                f"expected a role to be one of {', '.join(_DECLARED)}, or to have its fields with it, got {data!r}: "
-                "another version has saved it, so save it anew"
-            )
-        return _DECLARED[data]
+            data = {**data, "source": InputSource(data["source"]), "holds": holds}
+        return super().from_data(data)
 
 
 Role.PARAMETER = Role("parameter", InputSource.STATE, holds=Holds.PARAMETERS)
@@ -131,19 +122,36 @@ Role.CHANNEL = Role("pending communication", InputSource.CHANNEL)
 Role.RESULT = Role("result")
 Role.ACTIVATION = Role("activation")
 Role.UNKNOWN = Role("unknown")
-_DECLARED = {each.name: each for each in vars(Role).values() if isinstance(each, Role)}
 
 
-class AxisRole(StrEnum):
-    """A purpose of a mesh axis, which the parallel mode gives it. An axis may have several, or none."""
+@dataclass(frozen=True, eq=False, repr=False)
+class AxisRole(Name):
+    """A purpose of a mesh axis, which the parallel mode gives it. An axis may have several, or none.
 
-    BATCH = "batch"  # ranks have other rows of the batch; along any other axis, the same
-    SHARD = "shard"  # styles split parameters, which are gathered to be read
-    TENSOR = "tensor"  # parameters are named as split, and stay so while ops read them
-    SEQUENCE = "sequence"  # the program splits the sequence of each argument
-    EXPERTS = "experts"  # ranks have other experts, whose weights stay; rows of activations go to them
-    STAGES = "stages"
-    MICRO_BATCHES = "micro_batches"  # its parts run one after the other; no ranks
+    ``of_ranks``: its parts are ranks, which count and send. ``at_once``: they compute at the same time; else one after
+    the other, so that a sum over them is known after the last one. ``sums_last``: each part reduces a sum over ranks to
+    what a rank keeps of it, before it is added to those of other parts. ``rows_move``: parameters that are split over
+    it stay so, and rows of activations go to them. ``by_values``: which rows of others a rank reads depends on values,
+    as of a mask.
+    """
+
+    name: str
+    of_ranks: bool = True
+    at_once: bool = True
+    sums_last: bool = False
+    rows_move: bool = False
+    by_values: bool = False
+
+    BATCH: ClassVar[AxisRole]  # ranks have other rows of the batch; along any other axis, the same
+    SHARD: ClassVar[AxisRole]  # styles split parameters, which are gathered to be read
+    TENSOR: ClassVar[AxisRole]  # parameters are named as split, and stay so while ops read them
+    SEQUENCE: ClassVar[AxisRole]  # the program splits the sequence of each argument
+
+
+AxisRole.BATCH = AxisRole("batch")
+AxisRole.SHARD = AxisRole("shard")
+AxisRole.TENSOR = AxisRole("tensor")
+AxisRole.SEQUENCE = AxisRole("sequence", by_values=True)
 
 
 class Memory(StrEnum):

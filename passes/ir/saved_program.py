@@ -8,7 +8,7 @@ a pipeline, that is the program of a micro-batch, and those of the rank's own st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from .bundle import Bundle, Channel
 from .collectives import Collective, kind_of
 from .printer import axis_names, print_program, printed_names
 from .program import Axis, Input, Mesh, MicroBatches, Output, OutputKind, Part, Program
-from .rates import UNMEASURED
 from .region import regions
 from .roles import AxisRole, Role
 from .text_graph import TextGraph
@@ -105,11 +104,13 @@ def _with_tuples(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
-    return {key: value for key, value in asdict(replace(axis, rate=UNMEASURED)).items() if key != "rate"}
+    own = {each.name: getattr(axis, each.name) for each in fields(axis) if each.name != "rate"}
+    return {**own, "roles": [role.to_data() for role in axis.roles]}
 
 
 def _read_axis(saved: Mapping[str, Any]) -> Axis:
-    return Axis(**{**saved, "roles": tuple(map(AxisRole, saved.get("roles", ())))})
+    own = {each.name: saved[each.name] for each in fields(Axis) if each.name in saved}
+    return Axis(**{**own, "roles": tuple(map(AxisRole.from_data, saved.get("roles", ())))})
 
 
 def _input(declared: Input, node: fx.Node) -> dict[str, Any]:

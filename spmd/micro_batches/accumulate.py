@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import Input, Kind, Output, OutputKind, PartitionError, Program
+from passes import AxisRole, Input, Kind, Output, OutputKind, PartitionError, Program
 from passes.ir.collectives import group_of, is_collective, kind_of, reduction_of
 from passes.ir.edit import add_input, insert_before
 from passes.ir.micro_batches import ACCUMULATOR
@@ -24,6 +24,12 @@ aten = torch.ops.aten
 
 TIME = "micro-batches"
 """The name of the axis, and of its group, in which nothing communicates."""
+
+TIME_AXIS = AxisRole("micro_batches", of_ranks=False, at_once=False)
+"""Its role: its parts run one after the other."""
+
+TIME_AXIS_LAST = AxisRole("micro_batches, each reduced", of_ranks=False, at_once=False, sums_last=True)
+"""Its role where each micro-batch reduces its own gradients."""
 
 
 def sums_in_time(program: Program) -> list[fx.Node]:

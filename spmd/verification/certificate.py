@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import AxisRole, Input, OutputKind, Program, Role
+from passes import Input, OutputKind, Program, Role
 from passes.ir.bundle import Bundle, InFlight
 from passes.ir.collectives import is_collective, is_message, is_wait
 from passes.ir.inline import inlined
@@ -87,7 +87,7 @@ def certify_programs(
     """
     final, certification = [inlined(program) for program in final], certification or Certification
     found = certification(captured, final).run()
-    if found.outcome == "cannot show" and captured.mesh.axes_with(AxisRole.EXPERTS, AxisRole.SEQUENCE):
+    if found.outcome == "cannot show" and any(role.by_values for axis in captured.mesh.axes for role in axis.roles):
         routed = certification(captured, final, numbers or {}).run()
         return replace(routed, outcome="shown" if routed else "cannot show")  # what differs may be an identity
     return found
