@@ -4,7 +4,8 @@ Usable on its own, on any FX graph with functional collectives: ``Program.from_g
 public names; ``help(passes.run)`` explains one.
 
 Run them:       run, default, with_islands, with_numbers_on_device, with_regions, Pass, Fact, facts_of
-Programs:       Program, Input, Output, OutputKind, Part, Mesh, Axis, AxisRole, Role, Phase, Memory, Region, Island
+Programs:       Program, Input, Output, OutputKind, Part, Mesh, Axis, AxisRole, Role, InputSource, Holds, Phase, Memory,
+                Region, Island
 Look at one:    check, interpret, print_program, fill_vals, Diff, PURE_FUNCTIONS
 Cleanup:        DeadCode, DropDetach, DropProfiler, FoldViews, MergeEqual
 Communication:  BucketAllGather, BucketAllReduce, BucketReduceScatter, FormUnits, Realise, Reshard, StartEarly,
@@ -58,7 +59,7 @@ from .ir.ops import PURE_FUNCTIONS
 from .ir.printer import print_program
 from .ir.program import Axis, Input, Mesh, Output, OutputKind, Part, Program
 from .ir.region import Island, Region
-from .ir.roles import AxisRole, Memory, Phase, Role
+from .ir.roles import AxisRole, Holds, InputSource, Memory, Phase, Role
 from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
@@ -105,7 +106,9 @@ __all__ = [
     "FormUnits",
     "FuseForeach",
     "FuseUpdate",
+    "Holds",
     "Input",
+    "InputSource",
     "Island",
     "Kind",
     "LiveValue",

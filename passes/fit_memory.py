@@ -382,7 +382,7 @@ def settings_of(program: Program) -> Settings:
     rows = rows if micro is None else dict(micro.split)
     lengths = [node.meta["val"].shape[rows[declared.name]] for declared, node in inputs if declared.name in rows]
     flat = [part.input for declared, _ in inputs for part in declared.parts] + program.inputs
-    sums = [each for each in flat if each.role is Role.ACCUMULATOR and each.shape]
+    sums = [each for each in flat if each.role.is_sum and each.shape]
     return Settings(
         parts=1 if micro is None else micro.count,
         rows=max(lengths, default=0),

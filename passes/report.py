@@ -25,7 +25,7 @@ from .ir.bundle import Bundle
 from .ir.collectives import Collective, Kind, input_bytes, moved
 from .ir.printer import short_dtype
 from .ir.program import Program
-from .ir.roles import Role
+from .ir.roles import Holds
 from .measured import IslandTime, MeasuredTime, OpTime, collectives_of_call
 from .memory.bundle_memory import bundle_memory
 from .memory.peak_memory import PlannedMemory, planned_memory
@@ -464,14 +464,15 @@ def _of_micro_batches(program: Program, memory: Mapping[str, PlannedMemory]) -> 
         return []
     once = sum(each.roles.get("activations", 0) for each in memory.values())
     inputs = zip(program.inputs, program.placeholders, strict=True)
-    held = Counter[Role]()
+    held = Counter[tuple[bool, Holds | None]]()
     for each, node in inputs:
-        held[each.role] += node.meta["val"].nbytes if each.role.is_of_runs else 0
+        held[each.role.is_sum, each.role.holds] += node.meta["val"].nbytes if each.role.is_carried else 0
     runs = len(micro.runs)
-    whole = f", gathered once and kept in {held[Role.GATHERED]:,} bytes" if held[Role.GATHERED] else ""
+    sums, gathered = held[True, Holds.GRADIENTS], held[False, Holds.GATHERED]
+    whole = f", gathered once and kept in {gathered:,} bytes" if gathered else ""
     return [
         f"{micro.count} micro-batches: {once:,} bytes of activations at once, of some {once * runs:,} for all rows, at "
-        f"the price of {held[Role.ACCUMULATOR]:,} bytes of accumulators and of parameters that are read {runs} "
+        f"the price of {sums:,} bytes of accumulators and of parameters that are read {runs} "
         f"times{whole}"
     ]
 

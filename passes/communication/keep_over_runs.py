@@ -19,17 +19,17 @@ Known = dict[str, int]  # the keys of values, the same for equal values of sever
 Find = Callable[[Program, Known], dict[int, list[fx.Node]]]
 
 
-def keep_over_runs(first: Program, others: Sequence[Program], role: Role, find: Find) -> bool:
+def keep_over_runs(first: Program, others: Sequence[Program], role: Role, name: str, find: Find) -> bool:
     """Let the first run of a call compute values for all runs, whose programs are these; whether there are any.
 
     ``find``: the nodes that have such a value, by key. The first run copies each value into memory that is an input of
-    all, of this ``role``.
+    all, of this ``role`` and ``name``, with a number.
     """
     known = Known()
     by_key, found = find(first, known), [find(each, known) for each in others]
     for number, (key, nodes) in enumerate(by_key.items()):
         val = nodes[0].meta["val"]
-        declared = Input(role, f"{role.name.lower()}.{number}", tuple(val.shape), val.dtype)
+        declared = Input(role, f"{name}.{number}", tuple(val.shape), val.dtype)
         _keep(first, declared, nodes)
         for each, values in zip(others, found, strict=True):
             held = add_input(each, declared, val)

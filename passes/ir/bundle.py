@@ -28,7 +28,6 @@ from .printer import print_program, short_dtype
 from .program import Axis, MicroBatches, OutputKind, Placements, Program
 from .read_program import read_program
 from .region import region_of
-from .roles import Role
 
 Orders = tuple[tuple[str, ...], ...]  # the programs that each rank runs, by its coordinate; one for all without an axis
 
@@ -251,7 +250,7 @@ class Ends:
 
 def written_to(program: Program, given: Mapping[str, str]) -> dict[str, Ends]:
     """The channels a program writes, by name: outputs it leaves pending, messages, and values handed on as given."""
-    outputs = [each for each in program.outputs if each.kind is OutputKind.PENDING]
+    outputs = [each for each in program.outputs if each.kind is OutputKind.CHANNEL]
     found = {each.name: Ends(each.shape, each.dtype, each.placement) for each in outputs}
     names = {each.name: each for each in program.inputs}
     pending = {each.name for each in outputs}
@@ -263,7 +262,7 @@ def written_to(program: Program, given: Mapping[str, str]) -> dict[str, Ends]:
 
 def read_from(program: Program) -> dict[str, Ends]:
     """The channels that a program reads, by name."""
-    inputs = [each for each in program.inputs if each.role is Role.PENDING]
+    inputs = [each for each in program.inputs if each.role.is_of_channel]
     return {each.name: Ends(each.shape, each.dtype, each.placement) for each in inputs} | _messages(program, Kind.RECV)
 
 

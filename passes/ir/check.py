@@ -16,7 +16,6 @@ from .meta import DECLARED, is_declared
 from .ops import Trait, has
 from .program import Input, OutputKind, Program
 from .region import Island, Region, copy_, regions
-from .roles import Role
 from .schemas import argument
 
 
@@ -69,13 +68,13 @@ def _micro_batches_are_sound(program: Program) -> None:
     if missing:
         raise PassError(f"micro-batches of {program.name} divide {missing}, but it has no such inputs")
     above = {name for names in micro.tree.values() for name in names}
-    accumulators = {each.name for each in inputs.values() if each.role is Role.ACCUMULATOR} - above
+    accumulators = {each.name for each in inputs.values() if each.role.is_sum} - above
     first = micro.accumulating
     for each in filter(None, (program, first, micro.opening)):
         lost = sorted(accumulators - _updated(each))
         if lost:
             raise PassError(f"{each.name} runs for each micro-batch, but does not add to {lost}")
-    kept = {each.name for each in inputs.values() if each.role.is_of_runs}
+    kept = {each.name for each in inputs.values() if each.role.is_carried}
     in_place = any(declared.in_place for declared in program.inputs)
     for run, may in ((first, accumulators), (micro.opening, accumulators | kept)):
         written = sorted(_updated(run) - may) if run is not None and in_place else []
@@ -209,7 +208,7 @@ def _is_pending(program: Program, value: Any) -> bool:
     if not isinstance(value, fx.Node) or is_collective(value):
         return isinstance(value, fx.Node)
     inputs = zip(program.placeholders, program.inputs, strict=True) if value.op == "placeholder" else ()
-    return any(node is value and declared.role is Role.PENDING for node, declared in inputs)
+    return any(node is value and declared.role.is_of_channel for node, declared in inputs)
 
 
 def _collective_is_described(program: Program, node: fx.Node) -> None:
@@ -239,12 +238,12 @@ def _result_is_waited_for(program: Program, collective: fx.Node, result: fx.Node
 def _is_handed_on(program: Program, result: fx.Node) -> bool:
     """Whether all outputs that a value is are for the program that waits for it."""
     pairs = zip(program.output_values(), program.outputs, strict=True)
-    return all(output.kind is OutputKind.PENDING for value, output in pairs if value is result)
+    return all(output.kind is OutputKind.CHANNEL for value, output in pairs if value is result)
 
 
 def _same_promise(before: Program, after: Program) -> None:
     """The same results, new state, pending values, messages and updates, whether by an output or in place."""
-    for kind in (OutputKind.RESULT, OutputKind.NEW, OutputKind.PENDING):
+    for kind in (OutputKind.RESULT, OutputKind.NEW, OutputKind.CHANNEL):
         old, new = _returned(before, kind), _returned(after, kind)
         if old != new:
             raise PassError(f"the {kind} outputs were {old} and are now {new}")

@@ -357,7 +357,7 @@ class _Walker:
         self, role: str, program: Program, started: Mapping[Any, _Started | None]
     ) -> dict[str, _Started | None]:
         outputs = zip(program.outputs, program.output_values(), strict=True)
-        values = {out.name: started.get(value) for out, value in outputs if out.kind is OutputKind.PENDING}
+        values = {out.name: started.get(value) for out, value in outputs if out.kind is OutputKind.CHANNEL}
         return {name: values.get(name) for name in self.in_flight.written(role)}
 
     def _crosses(self, program: Program, node: fx.Node) -> bool:

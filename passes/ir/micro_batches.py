@@ -11,14 +11,19 @@ import torch
 from .._torch import c10d
 from .ops import Trait, has
 from .program import MicroBatches, Program, Spread
-from .roles import Role
+from .roles import Holds, InputSource, Role
+
+ACCUMULATOR = Role("accumulator", InputSource.CARRIED, is_sum=True, holds=Holds.GRADIENTS)
+GATHERED_ONCE = Role("gathered parameter", InputSource.CARRIED, holds=Holds.GATHERED)  # whole, by the first run
+REDUCED_ONCE = Role("reduced value", InputSource.CARRIED)  # of the whole batch, by the first run
+RUN_NUMBER = Role("micro-batch", InputSource.RUN)
 
 
 def accumulating(program: Program, joined: Collection[str]) -> Program:
     """A copy of a functional program that returns accumulators and ``joined`` results alone."""
     own = without_assertions_on_sums(program).copy()
     pairs = zip(own.output_values(), own.outputs, strict=True)
-    kept = [(value, out) for value, out in pairs if out.role.is_of_runs or out.name in joined]
+    kept = [(value, out) for value, out in pairs if out.role.is_carried or out.name in joined]
     own.set_outputs([value for value, _ in kept], [out for _, out in kept])
     return replace(own, name=f"{program.name}-accumulating", micro_batches=None)
 
@@ -29,7 +34,7 @@ def without_assertions_on_sums(program: Program) -> Program:
     The program itself where it has none.
     """
     inputs = zip(program.inputs, program.placeholders, strict=True)
-    after, found = {node for declared, node in inputs if declared.role is Role.ACCUMULATOR}, list[str]()
+    after, found = {node for declared, node in inputs if declared.role.is_sum}, list[str]()
     for node in program.graph.nodes:
         if not after.isdisjoint(node.all_input_nodes):
             after.add(node)
@@ -51,14 +56,14 @@ def in_all_runs(program: Program, **facts: Any) -> Program:
 def new_accumulators(program: Program) -> dict[int, torch.Tensor]:
     """Zeros for what runs hand on, accumulators above all, by their positions among the inputs of a program."""
     inputs = enumerate(zip(program.inputs, program.placeholders, strict=True))
-    vals = {k: node.meta["val"] for k, (declared, node) in inputs if declared.role.is_of_runs}
+    vals = {k: node.meta["val"] for k, (declared, node) in inputs if declared.role.is_carried}
     return {k: torch.zeros(val.shape, dtype=val.dtype, device=val.device) for k, val in vals.items()}
 
 
 def empty_accumulators(program: Program, inputs: Sequence[Any]) -> None:
     """Begin with sums of nothing."""
     for declared, value in zip(program.inputs, inputs, strict=True):
-        if declared.role is Role.ACCUMULATOR:
+        if declared.role.is_sum:
             value.zero_()
 
 

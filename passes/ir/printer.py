@@ -369,7 +369,7 @@ def _input_comment(declared: Input) -> str:
 
 def _output_comment(output: Output) -> str:
     what = "update of" if output.kind is OutputKind.UPDATE else str(output.kind)
-    if output.kind is OutputKind.PENDING:
+    if output.kind is OutputKind.CHANNEL:
         return output.name
     return f"{what} {output.name}{_whole(output.shape, output.dtype, output.placement)}"
 

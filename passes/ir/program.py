@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from .._torch import LazyGraphModule, Placement
 from ..runtime.arena import aligned
 from .collectives import Collective, collectives_in, group_of, kind_of, reduction_of
 from .rates import UNMEASURED, Rate
-from .roles import AxisRole, Memory, Role
+from .roles import AxisRole, InputSource, Memory, Role
 
 Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
 
@@ -34,9 +35,8 @@ class Axis:
     second process group of the same ranks, for what is gathered, so that it need not stand in line behind what is
     reduced; empty if there is none. Where reductions are left in flight, it is for all that is waited for, and of
     stages on NCCL for messages to earlier ranks.
-    ``roles``: what the parallel mode uses the axis for, in the order of ``AxisRole``. ``ordered``: sums along it add up
-    what ranks have in one order, to the last bit, so that nothing else may become a summand. ``sums_last``: its parts
-    run one after the other, and each run reduces gradients to the part that a rank keeps, before they are added up.
+    ``roles``: what the parallel mode uses the axis for, in its order. ``ordered``: sums along it add up what ranks have
+    in one order, to the last bit, so that nothing else may become a summand.
     """
 
     name: str
@@ -49,7 +49,26 @@ class Axis:
     gathers: str = ""
     roles: tuple[AxisRole, ...] = ()
     ordered: bool = False
-    sums_last: bool = False
+
+    @cached_property
+    def of_ranks(self) -> bool:
+        """Whether its parts are ranks."""
+        return all(role.of_ranks for role in self.roles)
+
+    @cached_property
+    def at_once(self) -> bool:
+        """Whether its parts compute at the same time; else one after the other."""
+        return all(role.at_once for role in self.roles)
+
+    @cached_property
+    def rows_move(self) -> bool:
+        """Whether rows of activations go to parameters that are split over it."""
+        return any(role.rows_move for role in self.roles)
+
+    @cached_property
+    def sums_last(self) -> bool:
+        """Whether sums along it are computed after those along other axes that leave each rank a part."""
+        return any(role.sums_last for role in self.roles)
 
 
 @dataclass(frozen=True)
@@ -66,7 +85,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of ranks: not of parts that run one after the other."""
-        return math.prod(axis.size for axis in self.axes if AxisRole.MICRO_BATCHES not in axis.roles)
+        return math.prod(axis.size for axis in self.axes if axis.of_ranks)
 
     def axes_with(self, *roles: AxisRole) -> tuple[int, ...]:
         """The positions of the axes that have one of these roles, in order."""
@@ -132,7 +151,7 @@ class OutputKind(StrEnum):
     RESULT = "result"  # a leaf of what the step returns
     UPDATE = "update"  # the new value of the input with the same name
     NEW = "new"  # state that did not exist before this call
-    PENDING = "pending"  # what the program that ends the step takes as an input of this name
+    CHANNEL = "pending"  # what another program of a bundle takes as an input of this name
 
 
 @dataclass(frozen=True)
@@ -236,7 +255,7 @@ class MicroBatches:
         return [self._input(each, value, k) for each, value in zip(declared, inputs, strict=True)]
 
     def _input(self, declared: Input, value: Any, k: int) -> Any:
-        if declared.role is Role.RUN:
+        if declared.role.source is InputSource.RUN:
             return k
         if declared.name in self.split:
             dim = self.split[declared.name]
@@ -345,7 +364,7 @@ class Program:
         """Whether each run of a call may find another value of an input."""
         micro = self.micro_batches
         is_cut = micro is not None and declared.name in micro.split
-        return is_cut or declared.role is Role.RUN or declared.role.is_of_runs
+        return is_cut or declared.role.is_given_by_runs
 
     def varying(self) -> set[fx.Node]:
         """The nodes that follow from inputs that vary, and may have another value in each run of a call."""

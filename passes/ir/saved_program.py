@@ -8,7 +8,7 @@ a pipeline, that is the program of a micro-batch, and those of the rank's own st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from .bundle import Bundle, Channel
 from .collectives import Collective, kind_of
 from .printer import axis_names, print_program, printed_names
 from .program import Axis, Input, Mesh, MicroBatches, Output, OutputKind, Part, Program
-from .rates import UNMEASURED
 from .region import regions
 from .roles import AxisRole, Role
 from .text_graph import TextGraph
@@ -33,7 +32,7 @@ def save_program(program: Program) -> dict[str, Any]:
     own = [node.name for node in program.graph.nodes if node.op in ("get_attr", "call_module")]
     if own:
         raise PassError(f"{program.name} has tensors or modules of its own ({', '.join(own[:3])}), which no text holds")
-    outputs = [{"kind": str(each.kind), "name": each.name, "role": str(each.role)} for each in program.outputs]
+    outputs = [{"kind": str(each.kind), "name": each.name, "role": each.role.to_data()} for each in program.outputs]
     names = printed_names(program)
     names |= {node: node.name for region in regions(program.graph).values() for node in region.nodes}
     return {
@@ -69,7 +68,9 @@ def load_program(saved: Mapping[str, Any]) -> Program:
         if each.get("val"):
             with FakeTensorMode():
                 node.meta["val"] = _memory(each["val"])
-    outputs = [Output(OutputKind(each["kind"]), each["name"], Role(each["role"])) for each in saved["outputs"]]
+    outputs = [
+        Output(OutputKind(each["kind"]), each["name"], Role.from_data(each["role"])) for each in saved["outputs"]
+    ]
     program = Program(fx.GraphModule(torch.nn.Module(), found.graph), inputs, outputs, mesh, name=saved["name"])
     return program if saved["stages"] is None else _with_stages(program, saved["stages"])
 
@@ -103,21 +104,23 @@ def _with_tuples(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
-    return {key: value for key, value in asdict(replace(axis, rate=UNMEASURED)).items() if key != "rate"}
+    own = {each.name: getattr(axis, each.name) for each in fields(axis) if each.name != "rate"}
+    return {**own, "roles": [role.to_data() for role in axis.roles]}
 
 
 def _read_axis(saved: Mapping[str, Any]) -> Axis:
-    return Axis(**{**saved, "roles": tuple(map(AxisRole, saved.get("roles", ())))})
+    own = {each.name: saved[each.name] for each in fields(Axis) if each.name in saved}
+    return Axis(**{**own, "roles": tuple(map(AxisRole.from_data, saved.get("roles", ())))})
 
 
 def _input(declared: Input, node: fx.Node) -> dict[str, Any]:
     parts = [{"name": part.input.name, "offset": part.offset, "shape": list(part.shape)} for part in declared.parts]
-    val = _described(node.meta["val"]) if declared.role.is_of_runs else None
-    return {"role": str(declared.role), "name": declared.name, "parts": parts, "val": val}
+    val = _described(node.meta["val"]) if declared.role.is_carried else None
+    return {"role": declared.role.to_data(), "name": declared.name, "parts": parts, "val": val}
 
 
 def _read_input(saved: Mapping[str, Any]) -> Input:
-    role = Role(saved["role"])
+    role = Role.from_data(saved["role"])
     parts = [Part(Input(role, each["name"]), each["offset"], tuple(each["shape"])) for each in saved["parts"]]
     return Input(role, saved["name"], parts=tuple(parts))
 

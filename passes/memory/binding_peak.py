@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..ir.roles import Holds
 from .peak_memory import PlannedMemory
-from .value_roles import Holds
 
 _LEAST = 0.1  # of the peak: less is not named
 _STATE = (Holds.PARAMETERS, Holds.GRADIENTS, Holds.OPTIMIZER_STATE)

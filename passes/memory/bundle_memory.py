@@ -13,10 +13,10 @@ from torch import fx
 
 from ..ir.bundle import Bundle, InFlight
 from ..ir.program import OutputKind
-from ..ir.roles import Role
+from ..ir.roles import Holds
 from .peak_memory import PlannedMemory, planned_memory
 from .pieces import Pieces
-from .value_roles import Holds, holds
+from .value_roles import holds
 
 _Memory = frozenset[tuple[int, fx.Node, int]]  # of a value: the number of the program that allocated it, where, bytes
 _NOTHING: _Memory = frozenset()
@@ -75,7 +75,7 @@ class _Sizes:
         for node, declared in self.inputs.items():
             size = self.sizes.get(node, 0)
             of_inputs[str(kinds[node])] += size
-            if declared.role is not Role.PENDING:
+            if not declared.role.is_of_channel:
                 parts = micro.count if micro is not None and declared.name in split else 1
                 self.state[declared.name] = kinds[node], size * parts
         plans = planned_memory(self.program).values()
@@ -86,7 +86,7 @@ class _Sizes:
         """The memory of what its run of this number leaves in channels. ``taken``: that of what it has taken."""
         found: dict[str, _Memory] = {}
         for value, output in zip(self.program.output_values(), self.program.outputs, strict=True):
-            if output.kind is OutputKind.PENDING:
+            if output.kind is OutputKind.CHANNEL:
                 pieces = self.pieces.found[value]
                 given = [taken.get(self.inputs[each].name, _NOTHING) for each in pieces if each in self.inputs]
                 own = {(number, each, self.sizes[each]) for each in pieces - self.inputs.keys() if each in self.sizes}

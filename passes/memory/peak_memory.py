@@ -14,10 +14,11 @@ from torch import fx
 
 from ..ir.micro_batches import runs_of
 from ..ir.program import Program
+from ..ir.roles import Holds
 from ..runtime.arena import reserve
 from .left_behind import replaced_bytes
 from .pieces import Piece, Pieces, Space, tensors
-from .value_roles import Holds, holds, names
+from .value_roles import holds, names
 
 _LARGEST = 5  # values named
 

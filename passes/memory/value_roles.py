@@ -6,7 +6,6 @@ value is. It holds for the memory of a value and for copies on the way to a coll
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import fx
 from ..ir.collectives import Collective, is_collective, operands
 from ..ir.ops import Trait, has
 from ..ir.program import Input, Program
-from ..ir.roles import Memory, Phase, Role
+from ..ir.roles import Holds, Memory, Phase, Role
 from ..ir.schemas import name_of
 from ..runtime.arena import view_at, whole
 from ..runtime.host_memory import to_host
@@ -24,26 +23,6 @@ from .pieces import Pieces
 aten = torch.ops.aten
 
 
-class Holds(StrEnum):
-    """The kind of value that memory holds."""
-
-    PARAMETERS = "parameters"
-    GATHERED = "gathered"  # parameters made whole, and the parts of them that are sent for it
-    GRADIENTS = "gradients"
-    OPTIMIZER_STATE = "optimizer state"
-    OFFLOADED = "offloaded"  # in host memory: parameters, optimizer state, and gradients that were copied there
-    ACTIVATIONS = "activations"  # what forward and backward compute
-    OTHER = "other"  # buffers, arguments, constants, what an update computes
-
-
-_INPUTS = {
-    Role.PARAMETER: Holds.PARAMETERS,
-    Role.GATHERED: Holds.GATHERED,
-    Role.OPTIMIZER_STATE: Holds.OPTIMIZER_STATE,
-    Role.MASTER: Holds.OPTIMIZER_STATE,
-    Role.GRADIENT: Holds.GRADIENTS,
-    Role.ACCUMULATOR: Holds.GRADIENTS,
-}
 _COLLECTIVES = {Role.PARAMETER: Holds.GATHERED, Role.GRADIENT: Holds.GRADIENTS}
 _CARRIES = (Trait.ALIAS, Trait.UNDECLARED_VIEW, Trait.COPIES, Trait.JOINS, Trait.PACKS, Trait.UNPACKS)
 
@@ -98,8 +77,8 @@ def _marked(program: Program) -> dict[fx.Node, Holds]:
     marked = {node: kind for declared, node in inputs if (kind := _of_input(declared)) is not None}
     marked |= {node: kind for node in program.graph.nodes if (kind := _recorded(node)) is not None}
     for value, output in zip(program.output_values(), program.outputs, strict=True):
-        if isinstance(value, fx.Node) and output.role in _INPUTS:
-            marked.setdefault(value, _INPUTS[output.role])
+        if isinstance(value, fx.Node) and output.role.holds is not None:
+            marked.setdefault(value, output.role.holds)
     for node in reversed(program.graph.nodes):
         if node in marked and node.target is not to_host and (is_collective(node) or _carries(node)):
             for operand in operands(node) if is_collective(node) else node.all_input_nodes:
@@ -113,7 +92,7 @@ def _marked(program: Program) -> dict[fx.Node, Holds]:
 
 
 def _of_input(declared: Input) -> Holds | None:
-    return _INPUTS.get(declared.role) if declared.memory is Memory.DEVICE else Holds.OFFLOADED
+    return declared.role.holds if declared.memory is Memory.DEVICE else Holds.OFFLOADED
 
 
 def _recorded(node: fx.Node) -> Holds | None:

@@ -144,7 +144,7 @@ class _BundleRank:
                         self.mail[self.coordinate, peer_of(node), self._line(node)].append(self.rank.started[node])
                 self.done += 1
             values = zip(program.outputs, program.output_values(), strict=True)
-            left = {output.name: value for output, value in values if output.kind is OutputKind.PENDING}
+            left = {output.name: value for output, value in values if output.kind is OutputKind.CHANNEL}
             handed_on = {name: self._left(value, receiving) for name, value in left.items()}
             self.in_flight.put(role, {name: handed_on.get(name) for name in self.in_flight.written(role)})
             begins = self.begins if self.works else self.rank.now()  # what only starts a message takes no time

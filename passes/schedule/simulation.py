@@ -161,7 +161,7 @@ def simulate(program: Program, costs: NodeCosts, *, with_memory: bool = True) ->
 def _carried(program: Program) -> dict[fx.Node, fx.Node]:
     """The inputs that are in flight when a call begins, and the collectives that start the like for the next call."""
     outputs = zip(program.outputs, program.output_values(), strict=True)
-    started = {output.name: value for output, value in outputs if output.kind is OutputKind.PENDING}
+    started = {output.name: value for output, value in outputs if output.kind is OutputKind.CHANNEL}
     inputs = zip(program.placeholders, program.inputs, strict=True)
     pairs = [(node, started[declared.name]) for node, declared in inputs if declared.name in started]
     return {node: value for node, value in pairs if isinstance(value, fx.Node) and is_collective(value)}

@@ -48,7 +48,7 @@ def _first_reads(steady: Program) -> dict[str, int]:
     inputs = zip(steady.inputs, steady.placeholders, strict=True)
     read = {declared.name: min((position[user] for user in node.users), default=0) for declared, node in inputs}
     outputs = zip(steady.outputs, steady.output_values(), strict=True)
-    return {value.name: read[o.name] for o, value in outputs if o.kind is OutputKind.PENDING and is_collective(value)}
+    return {value.name: read[o.name] for o, value in outputs if o.kind is OutputKind.CHANNEL and is_collective(value)}
 
 
 def start_last(program: Program, names: Sequence[str]) -> None:

@@ -281,13 +281,13 @@ class _Cutter:
 def _pending_output(node: fx.Node) -> Output:
     """The value of ``node``, left to the program that takes the input of the same name."""
     shape, dtype = _described(node)
-    return Output(OutputKind.PENDING, f"pending.{node.name}", Role.PENDING, shape, dtype)
+    return Output(OutputKind.CHANNEL, f"pending.{node.name}", Role.CHANNEL, shape, dtype)
 
 
 def _pending_input(node: fx.Node) -> Input:
     """The input that takes the value of ``node``, left by another program."""
     shape, dtype = _described(node)
-    return Input(Role.PENDING, f"pending.{node.name}", shape, dtype)
+    return Input(Role.CHANNEL, f"pending.{node.name}", shape, dtype)
 
 
 def _described(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype | None]:

@@ -11,9 +11,8 @@ from ..communication.gather_once import gathered_for_all
 from ..communication.keep_over_runs import keep_over_runs
 from ..communication.reduce_once import reduced_for_all
 from ..errors import PassError
-from ..ir.micro_batches import accumulating, runs_of
+from ..ir.micro_batches import GATHERED_ONCE, REDUCED_ONCE, accumulating, runs_of
 from ..ir.program import Program
-from ..ir.roles import Role
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,9 @@ def _communicate_first(program: Program) -> None:
     varying = {each.name for each in program.inputs if program.varies(each)}
     first = replace(micro.accumulating.copy(), name=f"{program.name}-opening")
     others = micro.accumulating, program
-    keeps = keep_over_runs(first, others, Role.REDUCED, partial(reduced_for_all, varying=varying))
+    keeps = keep_over_runs(first, others, REDUCED_ONCE, "reduced", partial(reduced_for_all, varying=varying))
     if program.gathers_once:
-        keeps |= keep_over_runs(first, others, Role.GATHERED, gathered_for_all)
+        keeps |= keep_over_runs(first, others, GATHERED_ONCE, "gathered", gathered_for_all)
     if keeps:
         program.micro_batches = replace(micro, opening=first)
 

@@ -72,7 +72,7 @@ def _updating(program: Program) -> set[fx.Node]:
     With them the nodes before, down to the old value: all of them may write to its memory.
     """
     outputs = zip(program.output_values(), program.outputs, strict=True)
-    written = [value for value, o in outputs if o.kind is OutputKind.UPDATE and not o.role.is_of_runs]
+    written = [value for value, o in outputs if o.kind is OutputKind.UPDATE and not o.role.is_carried]
     values = [value for value in written if isinstance(value, fx.Node)]
     found = set[fx.Node]()
     for value in values:

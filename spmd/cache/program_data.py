@@ -378,7 +378,7 @@ def _read_of_runs(data: Any, mesh: Mesh) -> Any:
 
 def _read_declared(data: Mapping[str, Any]) -> dict[str, Any]:
     dtype = None if data["dtype"] is None else _dtype(data["dtype"])
-    own = {"role": Role(data["role"]), "shape": tuple(data["shape"]), "dtype": dtype}
+    own = {"role": Role.from_data(data["role"]), "shape": tuple(data["shape"]), "dtype": dtype}
     return {**data, **own, "placement": placement_from_data(data["placement"])}
 
 
@@ -402,16 +402,20 @@ def _output(declared: Output) -> dict[str, Any]:
 def _declared(found: dict[str, Any]) -> dict[str, Any]:
     dtype = found["dtype"]
     found["dtype"] = None if dtype is None else str(dtype).removeprefix("torch.")
+    found["role"] = found["role"].to_data()
     found["placement"] = placement_to_data(found["placement"])
     return found
 
 
 def _collective(described: Collective) -> dict[str, Any]:
-    return {each.name: getattr(described, each.name) for each in fields(described)}
+    found = {each.name: getattr(described, each.name) for each in fields(described)}
+    return {**found, "role": described.role.to_data()}
 
 
 def _read_collective(data: Mapping[str, Any]) -> Collective:
-    return Collective(**{**data, "kind": Kind(data["kind"]), "role": Role(data["role"]), "of": tuple(data["of"])})
+    return Collective(
+        **{**data, "kind": Kind(data["kind"]), "role": Role.from_data(data["role"]), "of": tuple(data["of"])}
+    )
 
 
 def placement_to_data(placement: Sequence[Any]) -> list[list[Any]]:

@@ -77,8 +77,6 @@ aten = torch.ops.aten
 _number = count()
 _pointer = torch.Tensor.data_ptr
 
-_KEPT = (Role.CONSTANT, Role.ACCUMULATOR, Role.GATHERED, Role.REDUCED)
-
 
 class Compiles(Protocol):
     """Compiles regions, equal ones once: ``CompiledRegions`` and ``CompiledIslands``."""
@@ -224,7 +222,7 @@ def is_fixed(node: fx.Node, declared: Input) -> bool:
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or (declared.role is Role.GRADIENT and val.device.type == "cpu"):
         return False
-    return declared.role.is_state or declared.role in _KEPT or bool(declared.numbers)
+    return declared.role.stays or bool(declared.numbers)
 
 
 def is_taken(node: fx.Node, declared: Input) -> bool:
@@ -232,7 +230,7 @@ def is_taken(node: fx.Node, declared: Input) -> bool:
 
     It is handed over in a list, from which the code takes it: the caller holds on to arguments until the end.
     """
-    return declared.role is Role.PENDING and isinstance(node.meta.get("val"), torch.Tensor)
+    return declared.role.is_of_channel and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 class _Writer:
@@ -496,7 +494,7 @@ def writes_to_inputs(program: Program) -> dict[fx.Node, list[fx.Node]]:
     found = storages(program.graph)
     inputs: dict[fx.Node, list[fx.Node]] = {}  # by storage
     for node, declared in zip(program.placeholders, program.inputs, strict=True):
-        for storage in () if declared.role.is_of_runs else found[node]:
+        for storage in () if declared.role.is_carried else found[node]:
             inputs.setdefault(storage, []).append(node)
     writes: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:

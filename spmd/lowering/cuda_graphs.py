@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import Program, Role
+from passes import InputSource, Program, Role
 from passes.analysis.aliases import storages
 from passes.analysis.out_variants import is_constant
 from passes.ir.effects import mutates, written
@@ -47,7 +47,7 @@ def why_not_captured(program: Program) -> str:
         return "it copies between host and device"
     if any(each.role is Role.SEED and not each.numbers for each in program.inputs):
         return "an op draws with a kernel of its own, whose seed is a number of the host"
-    if any(each.role is Role.RUN for each in program.inputs):
+    if any(each.role.source is InputSource.RUN for each in program.inputs):
         return "each run of a micro-batch takes its own number, by which it draws or cuts rows"
     if _writes_to_arguments(program):
         return "it writes to an argument of the call"

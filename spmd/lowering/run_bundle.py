@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from passes import Input, OutputKind, Program, Role
+from passes import Input, OutputKind, Program
 from passes.ir.bundle import Bundle, InFlight
 
 from ..state.commit import Commit
@@ -105,15 +105,15 @@ class _Lowered:
             commit = Commit()
         self.executable: Runnable = lower(program, arenas, commit, regions)
         inputs = list(zip(program.placeholders, program.inputs, strict=True))
-        pending = [(node, each) for node, each in inputs if each.role is Role.PENDING]
+        pending = [(node, each) for node, each in inputs if each.role.is_of_channel]
         assert inputs[len(inputs) - len(pending) :] == pending, "pending inputs stand behind all others"
         self._taken = [(each.name, is_taken(node, each)) for node, each in pending]
         names = {each.name: k for k, each in enumerate(program.inputs)}
         written = [each for each in bundle.channels if role in each.writers]
         self.given = [(each.name, names[each.given]) for each in written if each.given]
         returned = [each for each in program.outputs if each.kind is not OutputKind.UPDATE]
-        self.results = [k for k, each in enumerate(returned) if each.kind is not OutputKind.PENDING]
-        self.pending = [(each.name, k) for k, each in enumerate(returned) if each.kind is OutputKind.PENDING]
+        self.results = [k for k, each in enumerate(returned) if each.kind is not OutputKind.CHANNEL]
+        self.pending = [(each.name, k) for k, each in enumerate(returned) if each.kind is OutputKind.CHANNEL]
 
     def as_inputs(self, taken: dict[str, Any]) -> list[Any]:
         """Turn values taken from channels into inputs: a tensor comes in a list, from which the program takes it."""
@@ -125,7 +125,7 @@ def _writes_state(program: Program) -> bool:
     names = {each.name: each.role for declared in program.inputs for each in _parts(declared)}
     updated = {each.name for each in program.outputs if each.kind is OutputKind.UPDATE}
     updated |= {each.name for declared in program.inputs for each in _parts(declared) if each.in_place}
-    return any(names[name] is not Role.ACCUMULATOR for name in updated)
+    return any(not names[name].is_carried for name in updated)
 
 
 def _parts(declared: Input) -> list[Input]:

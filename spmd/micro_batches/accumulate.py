@@ -11,9 +11,10 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import Input, Kind, Output, OutputKind, PartitionError, Program, Role
+from passes import AxisRole, Input, Kind, Output, OutputKind, PartitionError, Program
 from passes.ir.collectives import group_of, is_collective, kind_of, reduction_of
 from passes.ir.edit import add_input, insert_before
+from passes.ir.micro_batches import ACCUMULATOR
 
 from ..placements import chunk, splits
 from .lines import described
@@ -23,6 +24,12 @@ aten = torch.ops.aten
 
 TIME = "micro-batches"
 """The name of the axis, and of its group, in which nothing communicates."""
+
+TIME_AXIS = AxisRole("micro_batches", of_ranks=False, at_once=False)
+"""Its role: its parts run one after the other."""
+
+TIME_AXIS_LAST = AxisRole("micro_batches, each reduced", of_ranks=False, at_once=False, sums_last=True)
+"""Its role where each micro-batch reduces its own gradients."""
 
 
 def sums_in_time(program: Program) -> list[fx.Node]:
@@ -47,9 +54,7 @@ def accumulate(
 
 def check_sums(program: Program, sums: set[fx.Node]) -> None:
     """Raise ``PartitionError`` where ranks add up floats that are no sum of a rank's parts, as ``sums`` are."""
-    accumulators = {
-        n for n, each in zip(program.placeholders, program.inputs, strict=True) if each.role is Role.ACCUMULATOR
-    }
+    accumulators = {n for n, each in zip(program.placeholders, program.inputs, strict=True) if each.role is ACCUMULATOR}
     sums = set(sums)
     for node in program.graph.nodes:
         read = node.all_input_nodes
@@ -73,7 +78,7 @@ def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype |
     placement = tuple(held.meta["placement"][:-1])
     of = node.meta["collective"].of  # of a gradient that ranks have parts of, its parameter has the global shape
     shape = next((each.shape for each in program.inputs if each.name in of), tuple(own.shape))
-    declared = Input(Role.ACCUMULATOR, name, shape, wide.dtype, placement)
+    declared = Input(ACCUMULATOR, name, shape, wide.dtype, placement)
     total = add_input(program, declared, wide)
     cast = value
     if wide.dtype is not own.dtype:
@@ -95,7 +100,7 @@ def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype |
         [*program.output_values(), grown],
         [
             *program.outputs,
-            Output(OutputKind.UPDATE, name, Role.ACCUMULATOR, declared.shape, declared.dtype, placement),
+            Output(OutputKind.UPDATE, name, ACCUMULATOR, declared.shape, declared.dtype, placement),
         ],
     )
     return above

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import Input, PartitionError, Program, Role
+from passes import Input, PartitionError, Program
 from passes.ir.edit import add_input, insert_before
+from passes.ir.micro_batches import RUN_NUMBER
 from passes.runtime.random import draw
 
 from .lines import described
@@ -26,7 +27,7 @@ RUN = "micro-batch"  # the input that says which one runs
 
 def add_run(program: Program) -> fx.Node:
     """The input that says which micro-batch runs."""
-    return add_input(program, Input(Role.RUN, RUN), 0)
+    return add_input(program, Input(RUN_NUMBER, RUN), 0)
 
 
 def follow_the_run(program: Program, second: Program) -> bool:

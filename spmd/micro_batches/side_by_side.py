@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from passes import Axis, Collective, Kind, Output, Program, Role
 from passes.ir.collectives import WAIT, c10d, group_of, is_collective, is_wait
+from passes.ir.micro_batches import RUN_NUMBER
 from passes.ir.schemas import name_of
 from passes.runtime.random import draw
 
@@ -56,7 +57,7 @@ def side_by_side(
         for value, output in zip(program.output_values(), program.outputs, strict=True)
     ]
     writer.graph.output(tuple(values))
-    inputs = [each for each in program.inputs if in_runs or each.role is not Role.RUN]
+    inputs = [each for each in program.inputs if in_runs or each.role is not RUN_NUMBER]
     outputs = [writer.declared(each, joined.get(each.name)) for each in program.outputs]
     graph_module = LazyGraphModule(torch.nn.Module(), writer.graph)
     found = replace(program, graph_module=graph_module, inputs=inputs, outputs=outputs)

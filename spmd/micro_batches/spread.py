@@ -20,7 +20,7 @@ from passes import Axis, Collective, Input, Kind, Output, OutputKind, PartitionE
 from passes.analysis.strides import Layouts
 from passes.ir.collectives import WAIT, c10d
 from passes.ir.edit import add_input, insert_before
-from passes.ir.micro_batches import subtrees
+from passes.ir.micro_batches import ACCUMULATOR, subtrees
 from passes.ir.ops import Trait, has
 from passes.ir.program import Placements, Spread
 from passes.ir.schemas import argument
@@ -152,7 +152,7 @@ def _total(
 ) -> fx.Node:
     """The sum over all parts, from what each rank has: its ``held``; ``given``: where subtrees are in what all have."""
     val, before = grown.meta["val"], grown.next
-    role = Role.GRADIENT if "grad_of" in grown.meta else Role.ACCUMULATOR
+    role = Role.GRADIENT if "grad_of" in grown.meta else ACCUMULATOR
     why = f"sums of parts of the batch, which each rank along {axis.name} adds up in one order"
     of = (grown.meta["grad_of"],) if "grad_of" in grown.meta else ()
 
@@ -185,6 +185,6 @@ def _finish(program: Program, grown: fx.Node, readers: Sequence[fx.Node], total:
     for node in readers:
         node.replace_input_with(grown, total)
     pairs = zip(program.outputs, program.output_values(), strict=True)
-    is_read = [value is grown and out.role is not Role.ACCUMULATOR for out, value in pairs]
+    is_read = [value is grown and out.role is not ACCUMULATOR for out, value in pairs]
     values = [total if reads else value for reads, value in zip(is_read, program.output_values(), strict=True)]
     program.set_outputs(values, program.outputs)

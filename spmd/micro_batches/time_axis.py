@@ -20,7 +20,7 @@ from ..partitioner.plan import Plan
 from ..partitioner.prepare import prepared
 from ..partitioner.solvers.problem import Problem
 from ..placements import chunk, local_shape
-from .accumulate import TIME, accumulate, joined_outputs, sums_in_time, without_axis
+from .accumulate import TIME, TIME_AXIS, TIME_AXIS_LAST, accumulate, joined_outputs, sums_in_time, without_axis
 from .early_sums import compute_early, early, floats, of_activations
 from .equal_rows import compute_equal_rows_in_part
 from .follow_the_run import add_run, follow_the_run
@@ -227,8 +227,8 @@ def _check_parts(declared: Input, length: int, count: int) -> None:
 
 def _on_axis(program: Program, rows: Mapping[str, int], count: int, coordinate: int, sums_last: bool) -> Program:
     """The global program on a mesh whose last axis is that of micro-batches, seen from one of these."""
-    roles = (AxisRole.BATCH, AxisRole.MICRO_BATCHES)
-    axis = Axis(TIME, count, TIME, coordinate, rate=_slowest(program), roles=roles, sums_last=sums_last)
+    roles = (AxisRole.BATCH, TIME_AXIS_LAST if sums_last else TIME_AXIS)
+    axis = Axis(TIME, count, TIME, coordinate, rate=_slowest(program), roles=roles)
     mesh = replace(program.mesh, axes=(*program.mesh.axes, axis))
     inputs = [
         replace(each, placement=_placed(each.name, each.placement, rows)) if each.placement else each

@@ -25,6 +25,7 @@ from ..annotations.resolve import Annotations, Ignored, Mark
 from ..interpreter.keywords import checks_keywords
 from ..micro_batches.same_bits import partition_with_same_bits
 from ..micro_batches.time_axis import partition_in_time
+from ..partitioner.experts.axis import EXPERTS_AXIS
 from ..partitioner.plan import Plan
 from ..ranks.axis_roles import (
     HYBRID,
@@ -32,16 +33,15 @@ from ..ranks.axis_roles import (
     Roles,
     axes_having,
     check_axes,
-    experts_on_one_axis,
     roles_by_position,
     unknown_axes,
 )
 from ..ranks.world import axis_names, with_one_axis
 from ..rules.attention import Form
 from ..stages.schedules import Auto, Schedule
-from ..stages.stage_axis import partition_in_stages
+from ..stages.stage_axis import STAGES_AXIS, partition_in_stages
 from .base import PlannedMode, check_callable, check_flag
-from .experts import expert_placements
+from .experts import expert_placements, experts_on_one_axis
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
 from .option_groups import (
     Gathers,
@@ -59,6 +59,9 @@ from .option_groups import (
 )
 from .sequence import SEQUENCE_DIM, check_attention, check_sequence_dim, sequence_cuts
 from .shares import Share, Style, StyleName, check_gather_dtype, check_untrained
+
+# What ``axes=`` may name, in the order in which an axis has several.
+_ROLES = (AxisRole.BATCH, AxisRole.SHARD, AxisRole.TENSOR, AxisRole.SEQUENCE, EXPERTS_AXIS, STAGES_AXIS)
 
 
 class DataParallel(PlannedMode):
@@ -247,7 +250,7 @@ class DataParallel(PlannedMode):
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)
         check_placements("params", "name patterns", params)
         self.params = dict(params or {})
-        self.axes, self._roles = axes, check_axes(axes)
+        self.axes, self._roles = axes, check_axes(axes, _ROLES)
         if self._roles is not None:
             self._roles, self.one_axis = experts_on_one_axis(self._roles)
             self.mesh = None if self.mesh is None else with_one_axis(self.mesh, self.one_axis)
@@ -268,7 +271,7 @@ class DataParallel(PlannedMode):
         self.bits = check_bits(bits, virtual, micro_batches, self.accumulate_dtype, self.defer_updates)
         self.statistics = check_statistics(statistics, self.micro_batches, stages, bits)
         if self.bits is not None:
-            for role in (AxisRole.SEQUENCE, AxisRole.EXPERTS, AxisRole.STAGES):
+            for role in (AxisRole.SEQUENCE, EXPERTS_AXIS, STAGES_AXIS):
                 if axes_having(role, self._roles or {}):
                     raise ValueError(f'expected no axis with the role "{role}" with bits="same"')
             self.micro_batches = self.bits
@@ -340,7 +343,7 @@ class DataParallel(PlannedMode):
                 f'expected axes to give an axis the role "shard", over which {self.split} splits: without that entry '
                 'it is the role of the axes of "batch" and "sequence", and axes names none of these'
             )
-        if self.experts is not None and not axes_having(AxisRole.EXPERTS, roles):
+        if self.experts is not None and not axes_having(EXPERTS_AXIS, roles):
             raise ValueError('expected axes to give an axis the role "experts", over which experts= is split')
 
     def plan(self, program: Program) -> Plan:

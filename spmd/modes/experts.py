@@ -17,11 +17,31 @@ from passes import AxisRole, Mesh, PlacementError, Program, Role
 from passes.ir.program import Placements
 from passes.ir.schemas import name_of
 
+from ..partitioner.experts.axis import EXPERTS_AXIS
 from ..partitioner.experts.weights import weights_of
+from ..ranks.axis_roles import Roles
 
 _GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
 _BATCHED = {"bmm", "baddbmm"}
 _BY_NUMBER = {"index", "index_select", "embedding"}  # rows of a weight by the number of their expert
+
+
+def experts_on_one_axis(roles: Roles) -> tuple[Roles, tuple[str, ...]]:
+    """Roles in which several axes of experts are one, which is named by them (``dp_ep``); and the names of these axes.
+
+    Raises ``ValueError`` unless they have the same roles.
+    """
+    names = tuple(name for name, has in roles.items() if EXPERTS_AXIS in has)
+    if len(names) < 2:
+        return roles, ()
+    if any(roles[name] != roles[names[0]] for name in names):
+        listed = "; ".join(f"{name} has {', '.join(roles[name])}" for name in names)
+        raise ValueError(
+            f'expected several axes with the role "experts" to have the same roles, since they are one axis, got: '
+            f"{listed}. Give all of them the same roles, or that of experts to one axis"
+        )
+    one = {"_".join(names): roles[names[0]]}
+    return {name: has for name, has in roles.items() if name not in names} | one, names
 
 
 def expert_placements(
@@ -31,7 +51,7 @@ def expert_placements(
 
     Raises ``PlacementError`` where no parameter is an expert, or their number does not divide.
     """
-    axes = program.mesh.axes_with(AxisRole.EXPERTS)
+    axes = program.mesh.axes_with(EXPERTS_AXIS)
     if not axes:
         return {}
     _check_order(program.mesh, axes)

@@ -19,12 +19,13 @@ from ..annotations.policies import OffloadPolicy
 from ..ranks.axis_roles import Roles, axes_having
 from ..stages.schedule_files import Actions
 from ..stages.schedules import AUTO, SCHEDULES
-from ..stages.stage_axis import Pipeline
+from ..stages.stage_axis import STAGES_AXIS, Pipeline
 from .base import RUNS, check_flag
 from .shares import STYLES, Style
 
 Reduce = Literal["once", "each"]
 _REDUCE = get_args(Reduce)
+_OF_PIPELINES = (AxisRole.BATCH, AxisRole.SHARD, AxisRole.TENSOR, STAGES_AXIS)  # the roles of axes beside stages
 _WIRE = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -230,14 +231,14 @@ def check_pipeline(
 
     Raises ``TypeError`` or ``ValueError`` for names of no modules, and for options that a pipeline excludes.
     """
-    axes = axes_having(AxisRole.STAGES, roles or {})
+    axes = axes_having(STAGES_AXIS, roles or {})
     if not axes:
         if stages is not None:
             raise ValueError(f'expected axes to give an axis the role "stages", over which stages={stages!r} divides')
         return None
     if len(axes) > 1:
         raise ValueError(f'expected one axis with the role "stages", got {", ".join(sorted(axes))}')
-    others = [r for r in (AxisRole.SEQUENCE, AxisRole.EXPERTS) if axes_having(r, roles or {})]
+    others = [role for has in (roles or {}).values() for role in has if role not in _OF_PIPELINES]
     if others:
         raise ValueError(
             f'expected no axis with the role "{others[0]}" beside "stages": a pipeline does not split that'

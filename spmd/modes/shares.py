@@ -56,7 +56,7 @@ class Share:
     def placement(self, declared: Input, given: Placements, mesh: Mesh) -> Placements:
         """``given``, with the split of the style over the axes that split parameters, if ``given`` has none there."""
         shard = mesh.axes_with(AxisRole.SHARD)
-        over = [k for k in shard if not _has_experts(mesh, k, given)]
+        over = [k for k in shard if not _stays_split(mesh, k, given)]
         if self.style == "fully_shard" and mesh.axes and not shard:
             raise PlacementError(
                 f"{self.unit or declared.name} is to be split over the ranks, but no axis of {mesh} has the role "
@@ -93,9 +93,9 @@ class Share:
             )
 
 
-def _has_experts(mesh: Mesh, axis: int, given: Placements) -> bool:
-    """Whether ranks have other experts along an axis, so that styles split the parameter over the others alone."""
-    return AxisRole.EXPERTS in mesh.axes[axis].roles and isinstance(given[axis], Shard)
+def _stays_split(mesh: Mesh, axis: int, given: Placements) -> bool:
+    """Whether rows go to the parts of a parameter along an axis, so that styles split it over the others alone."""
+    return mesh.axes[axis].rows_move and isinstance(given[axis], Shard)
 
 
 def _listed(mesh: Mesh, axes: Sequence[int]) -> str:

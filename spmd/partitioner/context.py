@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from passes import AxisRole, Input, Mesh, OutputKind, PartitionError, Program, Role
 from passes.ir.program import Placements, is_even, is_sharded, replicated
 
+from .experts.axis import EXPERTS_AXIS
 from .experts.routes import Routes
 from .masters import master_of
 from .plan import Plan
@@ -172,7 +173,7 @@ class Context:
     @cached_property
     def expert_axes(self) -> frozenset[int]:
         """The axes over which ranks have other experts."""
-        return frozenset(self.mesh.axes_with(AxisRole.EXPERTS)) if self.plan.experts else frozenset()
+        return frozenset(self.mesh.axes_with(EXPERTS_AXIS)) if self.plan.experts else frozenset()
 
     def batch_placement(self, shape: Sequence[int] | None) -> Placements | None:
         """The placement of the batch, if a value of this shape has the same lengths in the dims that it splits."""

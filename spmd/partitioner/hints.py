@@ -19,7 +19,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import AxisRole, Output, OutputKind, Phase, Role
+from passes import Output, OutputKind, Phase, Role
 from passes.ir.origin import Origin
 from passes.ir.program import Placements, is_sharded
 
@@ -90,8 +90,10 @@ class Hints:
 
     def _of_pending(self, value: Value, reduced: Placements) -> Placements:
         """The placement of a gradient that is left as it came about over the axes of ranks that split the batch."""
-        summed = self.context.model_axes.union(self.context.mesh.axes_with(AxisRole.MICRO_BATCHES))
-        own = (p == Partial("sum") and k not in summed for k, p in enumerate(value.primary))
+        splits_batch = [
+            axis.of_ranks and k not in self.context.model_axes for k, axis in enumerate(self.context.mesh.axes)
+        ]
+        own = (p == Partial("sum") and splits for p, splits in zip(value.primary, splits_batch, strict=True))
         return tuple(p if left else end for p, end, left in zip(value.primary, reduced, own, strict=True))
 
     def _of_result(self, value: Value) -> Placements:

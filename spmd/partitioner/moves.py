@@ -19,10 +19,10 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from passes import AxisRole, Mesh, Phase
+from passes import AxisRole, Phase
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, Mirrored
+from ..placements import Mirrored
 from ..rules import OpCall
 from ..rules.attention import BACKWARD, FORWARD
 from ..rules.cat_split import cuts_between, dim_of, is_cut, takes_all
@@ -77,7 +77,7 @@ class Moves:
 
         The next product flattens dims, and would give each rank whole sequences, of which micro-batches have others.
         """
-        if not self.context.mesh.axes_with(AxisRole.MICRO_BATCHES):
+        if all(axis.at_once for axis in self.context.mesh.axes):
             return None
         attention, index = operand.args if operand.target is getitem else (None, None)
         if index != 0 or not isinstance(attention, fx.Node) or attention.target not in FORWARD:
@@ -112,7 +112,7 @@ class Moves:
         parameter = self.context.complete_gradients.get(node)
         if parameter is not None:
             yield Move(MoveKind.GRADIENT, 0, self.context.gradient_placement(parameter))
-        if node in self.context.routes.own and (tokens := _back_among_tokens(value, self.context.mesh)):
+        if tokens := self.context.routes.back_among_tokens(node, value, self.context.mesh):
             yield Move(MoveKind.SUM, 0, tokens)
         elif node.meta.get("phase") is Phase.BACKWARD:
             placement = self._reduced_over_sequence(node, value)
@@ -146,14 +146,6 @@ class Moves:
             return value.primary
         hint = self.hints.of(node) or self.context.replicated
         return tuple(hint[k] if k in pending else p for k, p in enumerate(value.primary))
-
-
-def _back_among_tokens(value: Value, mesh: Mesh) -> Placements | None:
-    """The placement of tokens, for a sum over the ranks of experts that holds the tokens of a micro-batch in runs."""
-    pending = [k for k in mesh.axes_with(AxisRole.EXPERTS) if isinstance(value.primary[k], Partial)]
-    if not pending or not any(isinstance(p, Interleaved) for p in value.primary):
-        return None
-    return tuple(Shard(0) if k in pending or isinstance(p, Interleaved) else p for k, p in enumerate(value.primary))
 
 
 def _differentiated(node: fx.Node) -> Any:

@@ -41,7 +41,7 @@ class Options:
         if any(value.group is not None for value in operands):
             kinds = _own_rows_along(self.mesh.axes[len(chosen)])
             found = [o for o in found if all(not isinstance(p, OwnRows) or isinstance(p, kinds) for p in o.operands)]
-        if call.of_weights is not None and AxisRole.EXPERTS in self.mesh.axes[len(chosen)].roles:
+        if call.of_weights is not None and self.mesh.axes[len(chosen)].rows_move:
             found = [option for option in found if option.results[0] == call.of_weights] or found
         found = self._moving_no_row(found, operands, chosen)
         return self._of_attention(call, operands, chosen, found) if is_attention(call) else found
@@ -149,7 +149,7 @@ def is_free(option: Option, operands: Sequence[Value], axis: int) -> bool:
 
 def _own_rows_along(axis: Axis) -> tuple[type[OwnRows], ...]:
     """The kinds of own rows along an axis: those of its experts; of tokens that it splits, any."""
-    if AxisRole.EXPERTS in axis.roles:
+    if axis.rows_move:
         return (ByGroup,)
     return (Dealt,) if {AxisRole.BATCH, AxisRole.SEQUENCE} & set(axis.roles) else ()
 

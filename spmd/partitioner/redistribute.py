@@ -16,7 +16,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Axis, AxisRole, Collective, Kind, Mesh, Role
+from passes import Axis, Collective, Kind, Mesh, Role
 from passes.ir.collectives import WAIT, c10d
 from passes.ir.program import Placements
 
@@ -276,8 +276,8 @@ class Redistribution:
         described = Collective(kind, axis.name, reduction, self.reason.role, why, self.reason.of)
         sent, *others = arguments
         dtype = sent.meta["val"].dtype
-        sends = AxisRole.MICRO_BATCHES not in axis.roles  # sums over micro-batches stay here: no need to round them
-        casts = self.reason.casts(dtype) and (sends or not self.reason.narrows(dtype))
+        # A sum over what is no ranks stays here: no need to round it.
+        casts = self.reason.casts(dtype) and (axis.of_ranks or not self.reason.narrows(dtype))
         if casts:
             sent = self.emit(aten._to_copy.default, (sent,), dtype=self.reason.wire)
         started = self.emit(op, (sent, *others), collective=described)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Axis, AxisRole, Kind, Mesh
+from passes import Axis, Kind, Mesh
 from passes.ir.program import Placements
 
 from ..placements import Interleaved, OwnOrder, OwnRows, local_shape, splits
@@ -38,7 +38,7 @@ def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[
     for index, _ in last:
         goals[index] = Replicate()
     whole = [k for k in axes if isinstance(current[k], Replicate)]
-    in_time = mesh.axes_with(AxisRole.MICRO_BATCHES)
+    in_time = [k for k in axes if not mesh.axes[k].of_ranks]
     sums = [k for k in axes if isinstance(current[k], Partial)]
     leave_parts = {k for k in sums if isinstance(goals[k], Shard)}
     first = leave_parts if any(mesh.axes[k].sums_last for k in in_time) else in_time
@@ -118,7 +118,7 @@ def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, may_be
             return rate.seconds(2 * rest)
         case Replicate(), Partial(reduce_op="sum"):
             # A sum over micro-batches is known after the last of them: it cannot be a summand in each.
-            stays = not may_become_sum or axis.ordered or AxisRole.MICRO_BATCHES in axis.roles
+            stays = not may_become_sum or axis.ordered or not axis.at_once
             return math.inf if stays else _local_work(nbytes, axis)
         case (Replicate(), OwnRows()) | (OwnRows(), Partial(reduce_op="sum")):
             return _local_work(part, axis)
@@ -132,7 +132,7 @@ def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, may_be
             return rate.seconds(rest / ranks) + _local_work(nbytes, axis)
         case Partial(reduce_op="sum"), Shard():
             # What was added up over micro-batches is whole, also where a part would do.
-            return math.inf if AxisRole.MICRO_BATCHES in axis.roles else rate.seconds(rest)
+            return rate.seconds(rest) if axis.of_ranks else math.inf
         case Partial(), Shard():
             return rate.seconds(2 * rest) + _local_work(part, axis)
         case _:
@@ -147,7 +147,7 @@ def cost_outside_runs(source: Placements, goal: Placement, index: int, mesh: Mes
     """
     if not isinstance(goal, Shard) or goal == source[index]:
         return 0.0
-    is_outside = any(k > index and source[k] == goal for k in mesh.axes_with(AxisRole.MICRO_BATCHES))
+    is_outside = any(source[k] == goal and not mesh.axes[k].at_once for k in range(index + 1, len(mesh.axes)))
     return _RUNS_STAY * mesh.axes[index].rate.latency if is_outside else 0.0
 
 

@@ -26,6 +26,8 @@ from passes.ir.region import region_of
 from passes.memory.pieces import copies
 from passes.schedule.op_work import OpClass, is_counted, work_of
 
+from ..partitioner.experts.axis import EXPERTS_AXIS
+
 
 @dataclass(frozen=True)
 class Amount:
@@ -117,7 +119,7 @@ class _Sections:
         self.program, self.layouts = program, Layouts(program.graph)
         self.batch = {k for k in program.mesh.axes_with(AxisRole.BATCH) if program.mesh.axes[k].size > 1}
         self.tensor = {k for k, axis in enumerate(program.mesh.axes) if k not in self.batch and axis.size > 1}
-        self.experts = set(program.mesh.axes_with(AxisRole.EXPERTS))
+        self.experts = set(program.mesh.axes_with(EXPERTS_AXIS))
         self.rows = self._rows()
         self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
         self.kinds = kinds_of_blocks(program)

@@ -18,7 +18,6 @@ Roles = Mapping[str, tuple[AxisRole, ...]]
 """The roles of axes, by name; an axis that is not named has none."""
 
 HYBRID = ("replicate", "shard")  # first axes that both split the batch; the second alone splits parameters
-_GIVEN = tuple(role for role in AxisRole if role is not AxisRole.MICRO_BATCHES)  # to axes of ranks
 
 
 def roles_by_position(names: Sequence[str], batch: int = 1) -> Roles:
@@ -27,8 +26,8 @@ def roles_by_position(names: Sequence[str], batch: int = 1) -> Roles:
     return roles | dict.fromkeys(names[batch - 1 : batch], (AxisRole.BATCH, AxisRole.SHARD))
 
 
-def check_axes(given: Any) -> Roles | None:
-    """The roles that ``axes=`` gives; None for None.
+def check_axes(given: Any, known: Sequence[AxisRole]) -> Roles | None:
+    """The roles that ``axes=`` gives, of those that are ``known``, in their order; None for None.
 
     "shard" is by default the role of the axes of "batch" and "sequence". Raises ``TypeError`` or ``ValueError`` for
     what is no mapping from roles to names of axes.
@@ -37,18 +36,18 @@ def check_axes(given: Any) -> Roles | None:
         return None
     if not isinstance(given, Mapping):
         raise TypeError(f"expected axes to map roles to names of mesh axes, as {{'batch': 'dp'}} does, got {given!r}")
-    named = {_role(key): _names(key, value) for key, value in given.items()}
+    named = {_role(key, known): _names(key, value) for key, value in given.items()}
     if AxisRole.SHARD not in named:
         named[AxisRole.SHARD] = (*named.get(AxisRole.BATCH, ()), *named.get(AxisRole.SEQUENCE, ()))
     names = dict.fromkeys(name for each in named.values() for name in each)
-    return {name: tuple(role for role in AxisRole if name in named.get(role, ())) for name in names}
+    return {name: tuple(role for role in known if name in named.get(role, ())) for name in names}
 
 
-def _role(given: Any) -> AxisRole:
-    if given not in _GIVEN:
-        listed = ", ".join(f'"{role}"' for role in _GIVEN)
-        raise ValueError(f"expected axes to give the roles {listed}, got {given!r}{did_you_mean(given, _GIVEN)}")
-    return AxisRole(given)
+def _role(given: Any, known: Sequence[AxisRole]) -> AxisRole:
+    if given not in known:
+        listed = ", ".join(f'"{role}"' for role in known)
+        raise ValueError(f"expected axes to give the roles {listed}, got {given!r}{did_you_mean(given, known)}")
+    return known[known.index(given)]
 
 
 def _names(role: str, given: Any) -> tuple[str, ...]:
@@ -59,24 +58,6 @@ def _names(role: str, given: Any) -> tuple[str, ...]:
     if twice is not None:
         raise ValueError(f'axes["{role}"] names the axis {twice!r} twice: name it once')
     return names
-
-
-def experts_on_one_axis(roles: Roles) -> tuple[Roles, tuple[str, ...]]:
-    """Roles in which several axes of experts are one, which is named by them (``dp_ep``); and the names of these axes.
-
-    Raises ``ValueError`` unless they have the same roles.
-    """
-    names = tuple(name for name, has in roles.items() if AxisRole.EXPERTS in has)
-    if len(names) < 2:
-        return roles, ()
-    if any(roles[name] != roles[names[0]] for name in names):
-        listed = "; ".join(f"{name} has {', '.join(roles[name])}" for name in names)
-        raise ValueError(
-            f'expected several axes with the role "experts" to have the same roles, since they are one axis, got: '
-            f"{listed}. Give all of them the same roles, or that of experts to one axis"
-        )
-    one = {"_".join(names): roles[names[0]]}
-    return {name: has for name, has in roles.items() if name not in names} | one, names
 
 
 def unknown_axes(roles: Roles, names: Sequence[str]) -> str:

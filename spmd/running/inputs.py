@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from passes import Input, OutputKind, Program, Role
+from passes import Input, OutputKind, Program
 from passes.ir.numbers import pack
 
 from ..call.rng import next_call
@@ -122,7 +122,7 @@ class Inputs:
 
 def _value_of(declared: Input, program: Program) -> str:
     """The name of the value of a call that an input takes; runs of a micro-batch bring some of their own."""
-    if declared.role is Role.RUN or declared.role.is_of_runs:
+    if declared.role.is_given_by_runs:
         return _OF_RUNS
     return program.taken_from(declared)
 

@@ -20,6 +20,6 @@ The files, from the step to its programs:
 
 OWNS = (
     *("stages", "virtual_stages", "schedules", "has_stages", "on_own_stages", "dumped_stages", "run_stages"),
-    "AxisRole.STAGES",
+    "STAGES_AXIS",
 )
 """Identifiers of this feature. No further file outside of it may name one (``tests/test_structure.py``)."""

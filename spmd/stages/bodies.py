@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import Output, OutputKind, Program, Role
+from passes import Output, OutputKind, Program
 from passes.analysis.aliases import is_view
 from passes.ir.collectives import is_wait
 
@@ -139,7 +139,7 @@ class MicroBody(Body):
     def outputs(self) -> list[tuple[Any, Output]]:
         """The accumulators that grow here."""
         pairs = zip(self.whole.output_values(), self.whole.outputs, strict=True)
-        return [(v, o) for v, o in pairs if o.role is Role.ACCUMULATOR and self._is_placed(v)]
+        return [(v, o) for v, o in pairs if o.role.is_sum and self._is_placed(v)]
 
     @property
     def before(self) -> Body | None:
@@ -218,7 +218,7 @@ def returned_by(program: Program, placed: Placed, stage: int) -> list[tuple[Any,
     for value, output in zip(program.output_values(), program.outputs, strict=True):
         home = placed.homes.get(output.name if output.kind is OutputKind.UPDATE else output.of or "")
         is_here = home is None or not output.shape or stage in home
-        if output.role is not Role.ACCUMULATOR and (is_here or output.kind is OutputKind.NEW):
+        if not output.role.is_sum and (is_here or output.kind is OutputKind.NEW):
             in_memory_of_its_own = replace(output, replaces=False)  # a rank may run programs of other stages meanwhile
             found.append((value if is_here else None, in_memory_of_its_own))
     return found

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from passes import Input, Output, OutputKind, PartitionError, Program, Role
+from passes import Input, Output, OutputKind, PartitionError, Program
 from passes.ir.edit import add_input
+from passes.ir.micro_batches import ACCUMULATOR
 
 aten = torch.ops.aten
 
@@ -34,9 +35,9 @@ def collect_rows(local: Program) -> Program:
         part = own.meta["val"].new_empty(own.meta["val"].shape)
         every = part.new_empty([micro.count * part.shape[0], *part.shape[1:]])
         for each, val in ((name, part), (f"{name}.whole", every)):
-            last = add_input(local, Input(Role.ACCUMULATOR, each, tuple(val.shape), val.dtype, output.placement), val)
+            last = add_input(local, Input(ACCUMULATOR, each, tuple(val.shape), val.dtype, output.placement), val)
         written, values[k] = _copy(local, own, part), _copy(local, last, every)
-        ends.append((written, Output(OutputKind.UPDATE, name, Role.ACCUMULATOR, tuple(part.shape), part.dtype)))
+        ends.append((written, Output(OutputKind.UPDATE, name, ACCUMULATOR, tuple(part.shape), part.dtype)))
         split[name], whole[f"{name}.whole"] = 0, name
     local.set_outputs([*values, *(value for value, _ in ends)], [*local.outputs, *(output for _, output in ends)])
     return replace(local, micro_batches=replace(micro, split=split, whole=whole, joined={}))

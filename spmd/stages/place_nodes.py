@@ -87,14 +87,14 @@ class _Placing:
         self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
         pairs = list(zip(program.output_values(), program.outputs, strict=True))
         by_name = {each.name: node for node, each in self.inputs.items()}
-        self.grown = {v: by_name[o.name] for v, o in pairs if o.role is Role.ACCUMULATOR}
-        self.outputs = [(v, o) for v, o in pairs if o.role is not Role.ACCUMULATOR and isinstance(v, fx.Node)]
+        self.grown = {v: by_name[o.name] for v, o in pairs if o.role.is_sum}
+        self.outputs = [(v, o) for v, o in pairs if not o.role.is_sum and isinstance(v, fx.Node)]
         self.written = {o.name for _, o in self.outputs if o.kind is OutputKind.UPDATE}
         micro = program.micro_batches
         assert micro is not None, "a pipeline runs micro-batches"
         grown = {self.inputs[n].name: v for v, n in self.grown.items()}
         self.rows = {by_name[whole]: grown[name] for whole, name in micro.whole.items() if name in grown}
-        split = {n for n, d in self.inputs.items() if d.name in micro.split or d.role in (Role.RUN, Role.ACCUMULATOR)}
+        split = {n for n, d in self.inputs.items() if program.varies(d)}
         state = {n for n in self.inputs if not self._is_everywhere(n)}
         varying, of_state = descendants(self.nodes, split), descendants(self.nodes, state)
         self.fixed = set(self.nodes) - varying

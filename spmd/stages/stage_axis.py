@@ -26,6 +26,9 @@ from .schedule_files import Actions
 from .schedules import AUTO, SCHEDULES, Auto, Order, Schedule, orders, role_of
 from .split_program import split_program
 
+STAGES_AXIS = AxisRole("stages")
+"""The role of the axis whose ranks have other parts of the model."""
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -86,7 +89,7 @@ def partition_in_stages(
     step the one that is estimated to be the fastest. Raises ``PartitionError`` for what stages cannot run, with the op
     and the user's line.
     """
-    (axis,) = program.mesh.axes_with(AxisRole.STAGES)
+    (axis,) = program.mesh.axes_with(STAGES_AXIS)
     _check_place(program, axis)
     share = partial(_share, program, plan, axis, count, dtype, rows)
     local, schedules = share(program.mesh), program.schedules

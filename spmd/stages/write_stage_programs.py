@@ -147,7 +147,7 @@ class _Writer(MessageWriter):
 
     def _take(self, name: str, val: Any) -> fx.Node:
         declared = _pending_output(name, val)
-        self.inputs.append(Input(Role.PENDING, declared.name, declared.shape, declared.dtype))
+        self.inputs.append(Input(Role.CHANNEL, declared.name, declared.shape, declared.dtype))
         node = self.graph.placeholder(name.replace(".", "_"))
         node.meta["val"] = val
         return node
@@ -162,4 +162,4 @@ def _arriving(message: Message) -> str:
 
 
 def _pending_output(name: str, val: Any) -> Output:
-    return Output(OutputKind.PENDING, f"pending.{name}", Role.PENDING, tuple(val.shape), val.dtype)
+    return Output(OutputKind.CHANNEL, f"pending.{name}", Role.CHANNEL, tuple(val.shape), val.dtype)

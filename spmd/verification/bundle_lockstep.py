@@ -52,7 +52,7 @@ class BundleRank:
                 after[output.name].copy_(value)  # where all rows lie
             elif output.kind is OutputKind.UPDATE:
                 after[output.name] = value.detach().clone()
-            elif output.kind is OutputKind.PENDING:
+            elif output.kind is OutputKind.CHANNEL:
                 pending[output.name] = value
             else:
                 results[output.name] = value

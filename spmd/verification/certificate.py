@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import AxisRole, Input, OutputKind, Program, Role
+from passes import Input, OutputKind, Program, Role
 from passes.ir.bundle import Bundle, InFlight
 from passes.ir.collectives import is_collective, is_message, is_wait
 from passes.ir.inline import inlined
@@ -90,7 +90,7 @@ def certify_programs(
     """
     final, certification = [inlined(program) for program in final], certification or Certification
     found = certification(captured, final).run()
-    if found.outcome == "cannot show" and captured.mesh.axes_with(AxisRole.EXPERTS, AxisRole.SEQUENCE):
+    if found.outcome == "cannot show" and any(role.by_values for axis in captured.mesh.axes for role in axis.roles):
         routed = certification(captured, final, numbers or {}).run()
         return replace(routed, outcome="shown" if routed else "cannot show")  # what differs may be an identity
     return found
@@ -356,7 +356,7 @@ class _BundleCertification:
         for message in flying:
             raise LockstepError(f"{message.nodes[0]} is never waited for", message.nodes[0])
         left = (each for role in order for each in _returned(bundles[0].programs[role]))
-        returned = [each for each in left if each[0] is not OutputKind.PENDING]
+        returned = [each for each in left if each[0] is not OutputKind.CHANNEL]
         if self.micro is not None and returned != _returned(self.captured):
             raise LockstepError("a rank returns other values than the step does", programs[0].output_node)
 
@@ -416,7 +416,7 @@ def _no_sums(bundle: Bundle, call: str, coordinate: int, micro: MicroBatches, sh
     for role in dict.fromkeys(bundle.order(call, coordinate)):
         program = bundle.programs[role]
         for declared, node in zip(program.inputs, program.placeholders, strict=True):
-            if declared.role is Role.ACCUMULATOR:
+            if declared.role.is_sum:
                 assert declared.dtype is not None, "an accumulator is a tensor"
                 is_rows = declared.name in all_rows
                 held = torch.full(node.meta["val"].shape, symbols.UNWRITTEN if is_rows else 0, dtype=torch.int64)

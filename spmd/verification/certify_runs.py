@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes import Input, Program, Role
+from passes import Input, InputSource, Program
 from passes.ir.inline import inlined
 from passes.ir.micro_batches import ascend, empty_accumulators, own_rows, runs_of
 from passes.ir.program import MicroBatches, replicated
@@ -61,7 +61,7 @@ class RunsCertification(Certification):
     ) -> Any:
         if declared.name in sums:
             return sums[declared.name].value.clone()
-        if declared.role is Role.RUN:
+        if declared.role.source is InputSource.RUN:
             return None
         named = replace(declared, name=micro.whole.get(declared.name, declared.name))
         if micro.spread is not None and named.name in micro.split:  # ranks gather all rows
@@ -73,7 +73,7 @@ class RunsCertification(Certification):
         program, micro, run = self.final[rank], self.micros[rank], self.runs[rank]
         after = values_after(program, self.inputs[rank], self.ranks[rank].returned)
         for name, held in self.sums[rank].items():
-            is_sum = next(each.role for each in program.inputs if each.name == name) is Role.ACCUMULATOR
+            is_sum = next(each.role.is_sum for each in program.inputs if each.name == name)
             held.value = run.outside(after[name]) if is_sum else after[name]
         sums = [self.sums[rank].get(each.name) for each in whole.inputs]
         if turn < len(micro.idle_runs):
@@ -106,9 +106,9 @@ def _empty(program: Program, shares: Shares) -> dict[str, Sum]:
     """Accumulators that are empty, and memory for what is gathered once, without a value."""
     found = {}
     for declared, node in zip(program.inputs, program.placeholders, strict=True):
-        if declared.role.is_of_runs:
+        if declared.role.is_carried:
             assert declared.dtype is not None
-            is_sum = declared.role is Role.ACCUMULATOR
+            is_sum = declared.role.is_sum
             held = torch.full(node.meta["val"].shape, 0 if is_sum else symbols.UNWRITTEN, dtype=torch.int64)
             mark: Tensor | int = symbols.mark_of(declared.dtype) | (shares.summed if is_sum else 0)
             found[declared.name] = Sum(shares, symbols.elements(held, mark))

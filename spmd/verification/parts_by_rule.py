@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 
-from passes import Axis, AxisRole, Mesh, PartitionError, Program, Role
+from passes import Axis, Mesh, PartitionError, Program, Role
 from passes.runtime.random import draw
 
 from .._torch import tree_flatten
@@ -160,8 +160,8 @@ def part(whole: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
     for k, (entry, axis) in enumerate(zip(placed, mesh.axes, strict=False)):
         if isinstance(entry, Partial) and axis.size > 1:
             found, marks = symbols.pieces(own)
-            in_time = AxisRole.MICRO_BATCHES in axis.roles and entry.reduce_op == "sum"
-            marks.bitwise_or_(symbols.pending(k, entry.reduce_op) * (found != 0 if in_time else 1))
+            in_turn = not axis.at_once and entry.reduce_op == "sum"
+            marks.bitwise_or_(symbols.pending(k, entry.reduce_op) * (found != 0 if in_turn else 1))
     return own
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import Input, OutputKind, Program, Role, SpmdError
+from passes import Input, OutputKind, Program, SpmdError
 from passes.analysis.aliases import is_view
 from passes.ir.bundle import run_names
 from passes.ir.collectives import is_collective, is_wait
@@ -225,7 +225,7 @@ class _Run:
     def brings(self, node: fx.Node) -> bool:
         """Whether a node is an input that an earlier program of the call, or run, has computed."""
         declared = self.inputs.get(node.name) if node.op == "placeholder" else None
-        return declared is not None and (declared.role is Role.PENDING or declared.role.is_of_runs)
+        return declared is not None and (declared.role.is_of_channel or declared.role.is_carried)
 
 
 class _Watch:

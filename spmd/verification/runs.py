@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from passes import OutputKind, Program, Role
+from passes import OutputKind, Program
 from passes.cleanup.dead_code import DeadCode
 from passes.ir.micro_batches import (
     accumulating,
@@ -144,7 +144,7 @@ def run_stages(
     results = BundleRun(ranks).call("step", given, watch)
     found = [rank.state | returned for rank, returned in zip(ranks, results, strict=True)]
     return [
-        tuple(None if out.role is Role.ACCUMULATOR else values[out.name] for out in program.outputs)
+        tuple(None if out.role.is_carried else values[out.name] for out in program.outputs)
         for program, values in zip(programs, found, strict=True)
     ]
 
@@ -189,7 +189,7 @@ def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], o
     """Write what a functional program returns for its accumulators where the next run reads it."""
     position = whole.positions()
     for output, value in zip(program.outputs, outputs, strict=True):
-        if output.role.is_of_runs:
+        if output.role.is_carried:
             given[position[output.name]].copy_(value)
 
 

@@ -84,10 +84,17 @@ def entry(package: ModuleType, name: str) -> str:
     if callable(thing) and (not inspect.isclass(thing) or _takes_arguments(thing)):
         parts.append(f"```py\n{signature(thing, f'{package.__name__}.{name}')}\n```\n")
     parts.append(_markdown(_docstring(thing) if _has_docstring(thing) else _docstring_below(package, name)) + "\n")
-    if inspect.isclass(thing) and issubclass(thing, Enum):
-        parts.append(_wrapped([f"`{each.name}`" for each in thing], ", ") + "\n")
+    if inspect.isclass(thing) and (constants := _constants(thing)):
+        parts.append(_wrapped([f"`{each}`" for each in constants], ", ") + "\n")
     parts += [_member(member, each) for member, each in _members(thing)]
     return "\n".join(parts)
+
+
+def _constants(kind: type) -> list[str]:
+    """The names under which a class has instances of itself, such as the members of an enumeration."""
+    if issubclass(kind, Enum):
+        return [each.name for each in kind]
+    return [name for name, each in vars(kind).items() if type(each) is kind]
 
 
 def _takes_arguments(kind: type) -> bool:

@@ -1,8 +1,8 @@
 """Files that name a feature outside of its folder, found by ``ast``: imports from it, and reads of what it owns.
 
-A feature's home has ``OWNS``: identifiers that belong to the feature wherever they are defined, such as options, enum
-members (``Role.PENDING``), fields of core types, keys of ``node.meta`` and ops. Docstrings, sentences and local
-variables do not count.
+A feature's home has ``OWNS``: identifiers that belong to the feature wherever they are defined, such as options, roles,
+members of an enum (with its name in front), fields of core types, keys of ``node.meta`` and ops. Docstrings, sentences
+and local variables do not count.
 """
 
 from __future__ import annotations

@@ -134,14 +134,14 @@ def program_of(
 
 
 def _roles_of(graph_module: fx.GraphModule) -> list[Role]:
-    return [ROLES.get(node.name, Role.PENDING) for node in graph_module.graph.find_nodes(op="placeholder")]
+    return [ROLES.get(node.name, Role.CHANNEL) for node in graph_module.graph.find_nodes(op="placeholder")]
 
 
 def _output(program: Program, position: int, value: Any) -> Output:
     val = value.meta["val"]
     described = (tuple(val.shape), val.dtype)
     if program.name == "forward":
-        return Output(OutputKind.PENDING, list(_NAMES.values())[position], Role.PENDING, *described)
+        return Output(OutputKind.CHANNEL, list(_NAMES.values())[position], Role.CHANNEL, *described)
     updated: list[Input] = [each for each in program.inputs if each.role is Role.PARAMETER]
     if position == 0:
         return Output(OutputKind.RESULT, "loss", Role.RESULT, *described)

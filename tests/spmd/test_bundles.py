@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from passes import DeadCode, Kind, MergeEqual, PassError, Report, Role, default, run
+from passes import DeadCode, Kind, MergeEqual, PassError, Report, default, run
 from passes.analysis.collective_algorithms import BUILT_IN, Algorithm, Link, Point
 from passes.ir.bundle import Bundle, print_bundle, read_bundle
 from passes.ir.check_bundle import check_bundle
@@ -444,7 +444,7 @@ def test_on_gpus_messages_have_streams_of_their_own() -> None:
 
 
 def _given(bundle: Bundle, values: dict[str, Any], role: str) -> list[Any]:
-    return [values[each.name] for each in bundle.programs[role].inputs if each.role is not Role.PENDING]
+    return [values[each.name] for each in bundle.programs[role].inputs if not each.role.is_of_channel]
 
 
 def on_ranks(rank: int, world: int, functions: tuple[Callable[..., Any], ...]) -> tuple[str, list[str]]:

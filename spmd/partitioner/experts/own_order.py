@@ -27,6 +27,7 @@ from ...placements import OwnOrder
 from ...rules import Option, rule_of
 from ...rules.base import P, R, S
 from ..values import call_of, leaves, results
+from .axis import EXPERTS_AXIS
 from .products import base, ends_of, is_grouped, rows_of
 from .recomputed import merged
 
@@ -39,7 +40,7 @@ _INVERSE = 0
 
 def splits_tokens(axis: Axis) -> bool:
     """Whether ranks along an axis, or its micro-batches, have other tokens, and the same experts."""
-    return AxisRole.BATCH in axis.roles and AxisRole.EXPERTS not in axis.roles and axis.size > 1
+    return AxisRole.BATCH in axis.roles and EXPERTS_AXIS not in axis.roles and axis.size > 1
 
 
 def own_orders(order: Sequence[fx.Node], mesh: Mesh, first: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Option]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes import Axis, AxisRole, Mesh, Program
@@ -23,9 +23,10 @@ from passes.ir.ops import Trait, has
 from passes.ir.program import Placements
 from passes.ir.schemas import name_of
 
-from ...placements import ByGroup, Dealt, OwnOrder
+from ...placements import ByGroup, Dealt, Interleaved, OwnOrder
 from ...rules import Option, rule_of
-from ..values import call_of, leaves
+from ..values import Value, call_of, leaves
+from .axis import EXPERTS_AXIS
 from .own_order import own_orders, splits_tokens
 from .products import ends_of, is_grouped, rows_of
 from .recomputed import originals
@@ -66,13 +67,13 @@ class Routes:
         declared = zip(program.placeholders, program.inputs, strict=True)
         weights = weights_of(order, {node: each.name for node, each in declared if each.name in experts})
         looked_up = dict(_looked_up(order, weights))
-        in_time = any(AxisRole.MICRO_BATCHES in axis.roles and axis.size > 1 for axis in program.mesh.axes)
+        in_turn = any(axis.size > 1 and not axis.at_once for axis in program.mesh.axes)
         groups, rows = dict[fx.Node, ByGroup](), dict[fx.Node, ByGroup]()
         parts = prod(axis.size for axis in program.mesh.axes if splits_tokens(axis))
         for node in order:
             apart = parts if node in sorted_apart else 1
             for of, own, operands in _routed(node, weights, groups, program.room, apart, first):
-                if in_time and not own.ends and node not in sorted_apart:
+                if in_turn and not own.ends and node not in sorted_apart:
                     continue  # a micro-batch has some of the rows
                 groups.setdefault(of, own)
                 rows |= {operand: own.along(dim) for operand, dim in operands}
@@ -87,6 +88,13 @@ class Routes:
         placed = {node: _placement(own, program.mesh, sorted_apart.get(node)) for node, own in known.items()}
         of_weights = dict(_gradients(order, looked_up, groups))
         return cls(order, groups, placed, returns, sorted_apart, looked_up, of_weights)
+
+    def back_among_tokens(self, node: fx.Node, value: Value, mesh: Mesh) -> Placements | None:
+        """The placement of tokens, for a sum over the ranks of experts that has the tokens of a micro-batch in runs."""
+        pending = [k for k in mesh.axes_with(EXPERTS_AXIS) if isinstance(value.primary[k], Partial)]
+        if node not in self.own or not pending or not any(isinstance(p, Interleaved) for p in value.primary):
+            return None
+        return tuple(Shard(0) if k in pending or isinstance(p, Interleaved) else p for k, p in enumerate(value.primary))
 
 
 Routed = tuple[fx.Node, ByGroup, list[tuple[fx.Node, int]]]
@@ -172,7 +180,7 @@ def _hint(node: fx.Node, own: ByGroup, hints: dict[fx.Node, ByGroup], mesh: Mesh
     hints[node] = own
     rule = rule_of(node.target)
     operands = [leaf for leaf in leaves(node) if isinstance(leaf.meta.get("val"), torch.Tensor)]
-    (axis, *_) = (mesh.axes[k] for k in mesh.axes_with(AxisRole.EXPERTS))
+    (axis, *_) = (mesh.axes[k] for k in mesh.axes_with(EXPERTS_AXIS))
     for option in rule(call_of(node, axis.size)) if rule is not None else []:
         if option.results[0] == Shard(own.dim) and option.local is None:
             for operand, placement in zip(operands, option.operands, strict=True):
@@ -232,7 +240,7 @@ def _put_back(order: Sequence[fx.Node], rows: Mapping[fx.Node, ByGroup]) -> Iter
 
 def _of_tokens(mesh: Mesh) -> Placements:
     """Split along the batch; not along sequences, whose rows may lie in runs."""
-    splits = (AxisRole.BATCH in axis.roles and AxisRole.MICRO_BATCHES not in axis.roles for axis in mesh.axes)
+    splits = (AxisRole.BATCH in axis.roles and axis.at_once for axis in mesh.axes)
     return tuple(Shard(0) if split else Replicate() for split in splits)
 
 
@@ -240,11 +248,11 @@ def _placement(own: ByGroup, mesh: Mesh, sorted_apart: Option | None) -> Placeme
     """Own rows over the axis of experts; over axes that split tokens, those of a rank, or dealt out evenly."""
 
     def along(axis: Axis) -> Any:
-        if AxisRole.EXPERTS in axis.roles:
+        if EXPERTS_AXIS in axis.roles:
             return own
         if sorted_apart is not None and splits_tokens(axis):
             return OwnOrder(own.dim)
-        deals = {AxisRole.BATCH, AxisRole.SEQUENCE} & set(axis.roles) and AxisRole.MICRO_BATCHES not in axis.roles
+        deals = {AxisRole.BATCH, AxisRole.SEQUENCE} & set(axis.roles) and axis.at_once
         return Dealt(own.dim) if deals else Replicate()
 
     return tuple(along(axis) if axis.size > 1 else Replicate() for axis in mesh.axes)

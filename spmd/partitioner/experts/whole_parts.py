@@ -16,12 +16,13 @@ from passes import Axis, AxisRole, Mesh
 
 from ...placements import Interleaved
 from ..values import Value
+from .axis import EXPERTS_AXIS
 from .own_order import splits_tokens
 
 
 def has_both(axis: Axis) -> bool:
     """Whether ranks along an axis have other tokens, and other experts."""
-    return {AxisRole.BATCH, AxisRole.EXPERTS} <= {*axis.roles} and axis.size > 1
+    return {AxisRole.BATCH, EXPERTS_AXIS} <= {*axis.roles} and axis.size > 1
 
 
 def cut_in_place(value: Value, before: Sequence[Placement | None], mesh: Mesh) -> Shard | None:

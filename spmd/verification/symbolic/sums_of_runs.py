@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes import Axis, AxisRole, Mesh
+from passes import Axis, Mesh
 
-from ...micro_batches.accumulate import TIME
+from ...micro_batches.accumulate import TIME, TIME_AXIS
 from .. import symbols
 
 aten = torch.ops.aten
@@ -93,9 +93,7 @@ class Run:
 
     def mesh(self, mesh: Mesh) -> Mesh:
         """The mesh of the ranks, with the axis of the parts."""
-        return replace(
-            mesh, axes=(*mesh.axes, Axis(TIME, self.shares.count, TIME, self.number, roles=(AxisRole.MICRO_BATCHES,)))
-        )
+        return replace(mesh, axes=(*mesh.axes, Axis(TIME, self.shares.count, TIME, self.number, roles=(TIME_AXIS,))))
 
     def outside(self, x: Tensor) -> Tensor:
         """Elements as they count outside of the run."""

@@ -94,7 +94,7 @@ def test_an_item_of_several_results_is_handed_on_and_not_all_of_them() -> None:
         return loss, aten.sub.Tensor(w, aten.mul.Tensor(first, lr)), aten.sub.Tensor(v, aten.mul.Tensor(values, lr))
 
     halves = halves_of(made(step))
-    handed_on = [each for each in halves.start.outputs if each.kind is OutputKind.PENDING]
+    handed_on = [each for each in halves.start.outputs if each.kind is OutputKind.CHANNEL]
     assert [each.dtype for each in handed_on] == [torch.float64] * 2
     assert all(isinstance(node.meta["val"], torch.Tensor) for node in halves.start.output_values()[-2:])
 

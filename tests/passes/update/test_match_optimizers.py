@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from passes import Program
+from passes import Program, Role
 from passes.update.match_optimizers import groups, matches
 
 from ..programs import f64, make_program
@@ -64,7 +64,7 @@ def test_what_is_no_match(wrong: str) -> None:
     x = torch.empty(3, dtype=torch.complex64) if wrong == "dtype" else f64(*((1,) if wrong == "shape" else (3,)))
     program = described(make_program(step, {0: "w"}, w=w, x=x))
     if wrong == "role":
-        program.inputs = [replace(each, role=type(each.role)("buffer")) for each in program.inputs]
+        program.inputs = [replace(each, role=Role.BUFFER) for each in program.inputs]
     assert matches(program) == []
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from passes import Program, Role
+from passes import Program
+from passes.ir.micro_batches import ACCUMULATOR
 from spmd.lowering.arenas import Arenas
 from tests.harness.fake import fake_world
 
@@ -73,7 +74,7 @@ def test_reductions_of_a_step() -> None:
 def accumulated(program: Program) -> int:
     """Bytes of the accumulators of gradients."""
     pairs = zip(program.inputs, program.placeholders, strict=True)
-    return sum(node.meta["val"].nbytes for each, node in pairs if each.role is Role.ACCUMULATOR and each.shape)
+    return sum(node.meta["val"].nbytes for each, node in pairs if each.role is ACCUMULATOR and each.shape)
 
 
 def test_a_step_decides_by_time_and_memory() -> None:

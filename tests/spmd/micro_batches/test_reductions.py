@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from passes import Role
-from passes.ir.micro_batches import runs_of
+from passes.ir.micro_batches import REDUCED_ONCE, runs_of
 from tests.harness.fake import fake_world
 
 from .test_numbers import batch, verified
@@ -80,8 +79,8 @@ def test_what_is_reduced_ahead_is_handed_on_by_the_first_micro_batch() -> None:
     first, *others = runs_of(program)
     assert [node.meta["val"].numel() for node in first.collectives()] == [2]
     assert [len(list(each.collectives())) for each in others[:-1]] == [0, 0]
-    kept = [each.name for each in first.inputs if each.role is Role.REDUCED]
-    assert [each.name for each in others[-1].inputs if each.role is Role.REDUCED] == kept == ["reduced.0"]
+    kept = [each.name for each in first.inputs if each.role is REDUCED_ONCE]
+    assert [each.name for each in others[-1].inputs if each.role is REDUCED_ONCE] == kept == ["reduced.0"]
     for each in others:
         nodes = dict(zip((one.name for one in each.inputs), each.placeholders, strict=True))
         assert not nodes["all of y"].users

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import spmd
 from examples.gpt import GPT, Config
-from passes import Role
+from passes.ir.micro_batches import ACCUMULATOR
 from passes.memory.peak_memory import planned_memory
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -141,7 +141,7 @@ def test_gradients_are_summed_in_the_wider_dtype(own: torch.dtype, sent: torch.d
     compiled = spmd.compile(regress, parallel_mode=spmd.DataParallel(micro_batches=3, reduce_dtype=sent))
     compiled(net().to(own), *(each.to(own) for each in rows(12)))
     assert compiled.program is not None
-    assert {each.dtype for each in compiled.program.inputs if each.role is Role.ACCUMULATOR} == held
+    assert {each.dtype for each in compiled.program.inputs if each.role is ACCUMULATOR} == held
 
 
 @pytest.mark.parametrize("count", [12, 10])

@@ -17,6 +17,7 @@ from passes import Axis, AxisRole, Kind, Mesh, PartitionError, Role
 from passes.ir.schemas import name_of
 from spmd import placements
 from spmd.partitioner.experts import routes
+from spmd.partitioner.experts.axis import EXPERTS_AXIS
 from spmd.partitioner.experts.own_order import own_orders
 from spmd.partitioner.experts.recomputed import originals
 from spmd.rules.base import P, R
@@ -178,7 +179,7 @@ def test_rows_stay_with_ranks_that_split_tokens() -> None:
     ]
     assert orders("looked up")
     assert not orders("", roles=(AxisRole.TENSOR,))
-    assert not orders("", roles=(AxisRole.BATCH, AxisRole.EXPERTS))
+    assert not orders("", roles=(AxisRole.BATCH, EXPERTS_AXIS))
 
 
 def test_rows_of_a_layer_that_is_computed_again_have_the_same_order() -> None:

@@ -20,6 +20,7 @@ from passes import OutputKind, PassError, Program, Role
 from passes.ir.bundle import Bundle, messages_of
 from passes.ir.check_bundle import check_bundle
 from passes.ir.collectives import Kind, is_wait, kind_of
+from passes.ir.micro_batches import ACCUMULATOR
 from spmd.verification.certificate import certify_bundle
 from spmd.verification.lockstep import LockstepError
 from spmd.verification.runs import run_programs
@@ -194,8 +195,8 @@ def missing_events(bundle: Bundle) -> Iterator[Bundle]:
 
 def dropped_accumulators(bundle: Bundle) -> Iterator[Bundle]:
     """The value of the last micro-batch, or nothing, in the place of the sum."""
-    yield from _outputs(bundle, OutputKind.UPDATE, Role.ACCUMULATOR, lambda value, held: value.args[1])
-    yield from _outputs(bundle, OutputKind.UPDATE, Role.ACCUMULATOR, lambda value, held: held)
+    yield from _outputs(bundle, OutputKind.UPDATE, ACCUMULATOR, lambda value, held: value.args[1])
+    yield from _outputs(bundle, OutputKind.UPDATE, ACCUMULATOR, lambda value, held: held)
 
 
 def lost_updates(bundle: Bundle) -> Iterator[Bundle]:
@@ -241,7 +242,7 @@ def reused_memory(bundle: Bundle) -> Iterator[Bundle]:
     """What a stage keeps, or still sends, is written over."""
     for role, program in bundle.programs.items():
         for value, output in zip(program.output_values(), program.outputs, strict=True):
-            if output.kind is OutputKind.PENDING and value.meta["val"].numel():
+            if output.kind is OutputKind.CHANNEL and value.meta["val"].numel():
 
                 def edit(program: Program, name: str = value.name) -> None:
                     with program.graph.inserting_before(program.output_node):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import passes
 import spmd
-from passes import MemoryBudgetError, Mesh, PassError, Program, Report, Role
+from passes import MemoryBudgetError, Mesh, PassError, Program, Report
 from passes.analysis.collective_algorithms import BUILT_IN, Algorithm, Link, Point
 from passes.ir.bundle import Bundle, messages_of
 from passes.ir.check_bundle import check_bundle
@@ -236,7 +236,7 @@ def moved(program: Program, by: int, rank: int, ranks: int, backend: str) -> Pro
         node.args = (*node.args[:-3], peer, f"{'forward' if forward else 'backward'}.{sender}", group)
     for each in ("inputs", "outputs"):
         found = getattr(made, each)
-        setattr(made, each, [replace(o, name=f"{o.name}@{rank}") if o.role is Role.PENDING else o for o in found])
+        setattr(made, each, [replace(o, name=f"{o.name}@{rank}") if o.role.is_of_channel else o for o in found])
     return made
 
 
