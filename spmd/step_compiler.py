@@ -18,7 +18,7 @@ from passes.ir.program import MicroBatches
 from passes.report import PassEffect
 
 from ._torch import DisableAutocast
-from .cache.compile_cache import Lookup, look_up, set_flags
+from .cache.compile_cache import Lookup, look_up, rehearse_look_up, set_flags
 from .cache.packed import packed, unpacked
 from .cache.program_data import program_from_data, program_to_data
 from .call.call import Call
@@ -92,6 +92,18 @@ class Made(NamedTuple):
     entry: str = ""
 
 
+class Rehearsal(NamedTuple):
+    """The program of a call that is not made, and its guards.
+
+    ``why``: the reason that no entry of the cache would be kept of it; ``not_kept``: that one would have no programs.
+    """
+
+    made: Made
+    guards: Guards
+    why: str
+    not_kept: str
+
+
 class StepCompiler:
     """Makes the programs of one step, and keeps what they share: memory, compiled regions, what was warned of."""
 
@@ -131,6 +143,22 @@ class StepCompiler:
             made = Compilation(compiled.program.name, reason, number, seconds, captured_on=stages.captured_on)
             self.compilations.append(made)
         return compiled
+
+    def rehearse(self, call: Call) -> Rehearsal:
+        """Make the program of a call on a simulated rank, which nothing runs: state and cache stay as they are."""
+        name, options, captures = f"{self._name}/program-0", self._options, self._dispatch.captures
+        stages = CompilePhases(name, self._where, Progress(self._name, shown=False))
+        begun = call.initial_state(captures.idle)
+        with all_or_none(self._name, None) as agreement, no_hooks_on_calls(), begun, stages.explained("checking"):
+            notes, modes = self._settle(call, agreement), torch_settings()
+            shared, live = captures.find(call, agreement.all_gather_text)
+            why = captures.why_not_cached(call)
+            lookup = rehearse_look_up(name, self._function, call, options, live, why, self._islands)
+            made = self._make(call, agreement, stages, self.dumps.dump(None, name), lookup, shared, notes)
+            program = options.final(made.program)
+            lookup.note_programs(made.captured, made.local, program)
+            guards = Guards.of(call.arguments, call.slots, made.reads, made.captured, modes)
+        return Rehearsal(made, guards, lookup.why, lookup.not_kept)
 
     @contextmanager
     def running(self, pipeline: tuple[Pass, ...]) -> Iterator[None]:

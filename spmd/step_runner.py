@@ -28,7 +28,7 @@ from .ranks.consensus import all_or_none, notify
 from .ranks.failures import StateIs
 from .recorder import Recorder
 from .running.compiled import Compiled
-from .step_compiler import StepCompiler
+from .step_compiler import Rehearsal, StepCompiler
 from .unexpected_errors import unexpected_errors
 
 
@@ -186,6 +186,13 @@ class StepRunner:
             lookup = Lookup(turn.call, self._function, live)
             found = capture_call(self._function, turn.call, self._name, options, captures, agreement, shared, lookup)
         return found.captured.program
+
+    def rehearse(self, given: Arguments, rows: UnequalRows | None = None) -> Rehearsal:
+        """The program that a call would compile, on a simulated rank; nothing is run, kept or changed."""
+        turn = Turn(rows=rows)
+        self._dispatch.fit(turn, given)
+        assert turn.call is not None
+        return self._compiler.rehearse(turn.call)
 
     def _ready(self, turn: Turn) -> Compiled:
         """The program that a call runs, compiled where none fits; ``turn.live`` is what it runs on."""

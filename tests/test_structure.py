@@ -44,7 +44,7 @@ ORDER = {
         version _torch placements
         interpreter/
         memo unexpected_errors
-        failed_ops
+        failed_ops refusals
         annotations/ ranks/
         call/
         python_state/
@@ -73,7 +73,7 @@ ORDER = {
         step
         decorator
         verification/
-        fuzzing/ integrations/ planning/
+        checking/ fuzzing/ integrations/ planning/
         cli/
         public
         __init__ __main__

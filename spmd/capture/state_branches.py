@@ -36,6 +36,7 @@ from .._torch import (
     tree_flatten,
 )
 from ..call.state import Slot
+from ..refusals import refuse
 from .provenance import proxy_node
 from .tensor_attributes import is_users
 from .unsupported import Refused
@@ -105,10 +106,11 @@ class StateBranches(TorchDispatchMode):
         for name in {name for branch in self.found if type(branch.taken) is not bool for name in branch.reads}:
             node = proxy_node(values[placeholders[name]], mode.tracer) if mode is not None else None
             if node is not None and _follows_from(node, node.graph.find_nodes(op="placeholder")[placeholders[name]]):
-                raise Refused(
+                refuse(
+                    Refused,
                     f"it branches on the value of {name}, which is another one at each call. Compare the tensor itself "
                     f"(if {name.rpartition('.')[2]} == 0, not .item() or int(...)), or count in a plain attribute "
-                    "(self.calls += 1), and branch on that."
+                    "(self.calls += 1), and branch on that.",
                 )
 
     def _branch(self, tensor: Tensor) -> Branch | None:

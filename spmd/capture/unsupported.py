@@ -24,6 +24,7 @@ from .._torch import (
 from ..interpreter.source_lines import named_at
 from ..python_state.reads import is_array
 from ..python_state.traced import holds_traced, known_number
+from ..refusals import refuse
 from .sizes.size_symbols import is_known
 
 _OF_ONE_DTYPE = {
@@ -61,10 +62,11 @@ def accumulation_hook(hook: Callable[[torch.Tensor], object], name: str) -> Call
         returned = hook(parameter)
         if returned is not None:
             value = "a tensor" if isinstance(returned, torch.Tensor) else repr(returned)
-            raise Refused(
+            refuse(
+                Refused,
                 f"it runs {named_at(hook)}, a hook on {name} by register_post_accumulate_grad_hook, which returned "
                 f"{value}, where torch takes None. Let it write to parameter.grad and return nothing, or use "
-                "register_hook, whose hooks return the new gradient."
+                "register_hook, whose hooks return the new gradient.",
             )
 
     return checked
@@ -74,15 +76,17 @@ def check_results(leaves: Sequence[Any]) -> None:
     """Raise ``Refused`` for a result whose body has not run, or that holds tensors where they are not found."""
     for leaf in leaves:
         if inspect.isgenerator(leaf) or inspect.isawaitable(leaf):
-            raise Refused(
+            refuse(
+                Refused,
                 f"it returns a {type(leaf).__name__}, whose body has not run yet. Make the step a plain function that "
-                "returns its results."
+                "returns its results.",
             )
         known = isinstance(leaf, (type, torch.Tensor, nn.Module, torch.optim.Optimizer))
         if not known and holds_traced(list(getattr(leaf, "__dict__", {}).values())):
-            raise Refused(
+            refuse(
+                Refused,
                 f"it returns a {type(leaf).__name__} that holds tensors. Return tensors in tuples, lists, dicts or "
-                "dataclasses."
+                "dataclasses.",
             )
 
 
@@ -126,15 +130,17 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
         dtypes = dict.fromkeys(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
         if len(dtypes) > 1:  # shape functions do not look at dtypes, but kernels do
             listed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise Refused(
+            refuse(
+                Refused,
                 f"{func} gets operands of {listed}, and needs one dtype. Cast one of them, or let a "
                 "spmd.MixedPrecisionPolicy or autocast do so; with torch.utils.checkpoint, a policy of the module that "
-                "is checkpointed."
+                "is checkpointed.",
             )
     if func.namespace in COLLECTIVE_NAMESPACES:
-        raise Refused(
+        refuse(
+            Refused,
             f"it communicates itself ({func}), but a compiled step is written as for one device that holds the whole "
-            "batch, and spmd adds the communication. Leave it out."
+            "batch, and spmd adds the communication. Leave it out.",
         )
     if func.overloadpacket is torch.ops.aten._fused_moving_avg_obs_fq_helper:
         _check_observer(func, args)
@@ -146,9 +152,10 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
             )
         if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_quantized):
             kind = "quantized" if tensor.is_quantized else "sparse"
-            raise Refused(
+            refuse(
+                Refused,
                 f"{func} makes a {kind} tensor, which cannot be split over ranks. Use a dense one (of an "
-                "nn.Embedding, sparse=False), or replace the submodule through spmd.Override."
+                "nn.Embedding, sparse=False), or replace the submodule through spmd.Override.",
             )
 
 

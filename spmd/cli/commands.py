@@ -17,6 +17,7 @@ _COMMANDS = {
     "why": "why each program was compiled, or the collectives that a parameter or a module causes",
     "html": "the page of a dumped program, as one HTML file",
     "verify": "compare a compiled step with the plain one, on simulated ranks",
+    "check": "every refusal of a step at once, before it is launched",
     "plan": "the fastest layouts of a step on GPUs that are not here, by estimate",
     "fuzz": "verify random small steps",
     "replay": "run a recorded call again, up to the first NaN or Inf",

@@ -27,6 +27,7 @@ from ..running.compiled import Compiled
 from ..running.inputs import Running
 from ..state.split_tensor import own_looks
 from ..step import CompiledStep
+from ..step_compiler import Rehearsal
 from .compared_stages import RankPrograms, after_each, transforms
 from .copies import Copy, Subject, on_copies
 from .wholes import part_of
@@ -141,6 +142,11 @@ class SimulatedRank:
             assert self.turn.call is not None and self.turn.live is not None
             self.running = self.compiled.start(self.turn.call.given, self.turn.live)
         return self.running.inputs
+
+    def rehearse(self) -> Rehearsal:
+        """The program of its next call, which is not made: nothing of it is run, kept or changed."""
+        with self.active():
+            return self.step.runner.rehearse(self.given(), self._rows)
 
     def outgrow(self, times: float) -> None:
         """Let the call that was prepared run a program with ``times`` the room for rows of experts."""

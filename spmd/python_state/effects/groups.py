@@ -10,6 +10,7 @@ import torch
 from passes import CaptureError
 
 from ..._torch import tree_flatten
+from ...refusals import refuse
 from ..reads import MISSING
 from .carried import Carried
 from .writes import GroupEntry, Write
@@ -40,7 +41,8 @@ def _check(entry: GroupEntry, old: Any, new: Any) -> None:
     numbers = (int, float, torch.SymInt, torch.SymFloat)
     values = [new] if old is MISSING else [old, new]
     if not all(isinstance(value, numbers) and not isinstance(value, bool) for value in values):
-        raise CaptureError(
+        refuse(
+            CaptureError,
             f"the step changes {entry.name}, which is no number: a compiled step would do so only once, while it is "
-            "traced. Change it outside of the step, and keep tensors in self.state[parameter]"
+            "traced. Change it outside of the step, and keep tensors in self.state[parameter]",
         )

@@ -15,6 +15,7 @@ from passes import CaptureError
 from ...interpreter.collector_callbacks import is_in_callback
 from ...interpreter.foreign_code import is_foreign_frame
 from ...interpreter.source_lines import user_lines
+from ...refusals import refuse
 
 _NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _CLOCKS: dict[Any, str] = {getattr(time, name): name for each in _NAMES for name in (each, f"{each}_ns")}
@@ -50,9 +51,10 @@ def _refusing(name: str, clock: Callable[[], Any]) -> Callable[[], Any]:
         caller = sys._getframe(1)
         if threading.get_ident() != thread or is_foreign_frame(caller) or is_in_callback(caller):
             return clock()
-        raise CaptureError(
+        refuse(
+            CaptureError,
             f"the step asks time.{name}(), and each call of its program would get the time at which it was traced: "
-            f"measure, and draw progress bars, outside of the step\n    {user_lines(caller)}"
+            f"measure, and draw progress bars, outside of the step\n    {user_lines(caller)}",
         )
 
     return ask

@@ -1,0 +1,43 @@
+"""Stand-ins for results of ops that depend on values: a check goes on with them where a compiled step is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._torch import DataDependentOutputException, DynamicOutputShapeException, disable_modes, tree_map
+from ...refusals import answer
+
+_LARGEST = 1 << 24  # elements of an operand that it is worth making
+
+
+def can_stand_in(error: Exception) -> bool:
+    """Whether an op that raised ``error`` has a result to go on with."""
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+
+
+def stand_in(error: Exception, func: Any, args: Any, kwargs: Any) -> Any:
+    """A value that the op might have, or a tensor in the shape of its result on ones: nothing is masked out."""
+    if isinstance(error, DataDependentOutputException):
+        return _value(error, args[0].dtype if func is torch.ops.aten._local_scalar_dense.default else torch.bool)
+    if any(isinstance(each, Tensor) and each.numel() > _LARGEST for each in (*args, *kwargs.values())):
+        raise error
+    with disable_modes(), torch.no_grad():
+        result = func(*tree_map(_ones, args), **tree_map(_ones, kwargs))
+    return tree_map(lambda value: _empty(value, args[0].device) if isinstance(value, Tensor) else value, result)
+
+
+def _value(error: Exception, dtype: torch.dtype) -> Any:
+    if dtype is torch.bool:
+        return answer(error, False, True)
+    return answer(error, 1.0 if dtype.is_floating_point else 1)
+
+
+def _ones(value: Any) -> Any:
+    return torch.ones(tuple(value.shape), dtype=value.dtype) if isinstance(value, Tensor) else value
+
+
+def _empty(value: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros(value.shape, dtype=value.dtype, device=device)

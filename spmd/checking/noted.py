@@ -1,0 +1,115 @@
+"""``Noted``: the refusals that traces have come to, which the next trace goes past, with stand-ins for values.
+
+A refusal is known again by its site: the user's line that runs, and what is said of it. Which error of a trace was
+one, and where it stood, is noted when it is raised: what reaches the end of the trace may be its explanation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import torch
+
+from .._torch import tree_map
+from ..interpreter.source_lines import source_at, user_frame
+from .refusal import Refusal
+
+_ALIKE = 4  # times that a condition gets one answer in a row: a loop ends with the other
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a step is refused. ``at``: of the instruction; ``text``: the message, if that is the same in each trace."""
+
+    kind: str
+    file: str
+    line: int
+    at: int
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception, frame: FrameType | None) -> Site:
+        """The site of an error that is about to be raised at ``frame``."""
+        is_torchs = type(error).__module__.startswith("torch")  # whose messages number its symbols
+        text = "" if is_torchs else str(error)
+        frame = user_frame(frame)
+        if frame is None:
+            return cls(type(error).__name__, "", 0, 0, text)
+        return cls(type(error).__name__, frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, text)
+
+    @property
+    def described(self) -> str:
+        """``"train.py:12: if loss > 3:"``."""
+        return f"{self.file}:{self.line}: {source_at(self.file, self.line)}"
+
+
+@dataclass
+class Noted:
+    """The sites so far, with their refusals; and of the trace that runs, those that it met, and its answers.
+
+    ``answers``: for the conditions that are not to be false, by site; ``values``: those that could be taken once only.
+    """
+
+    refusals: dict[Site, Refusal] = field(default_factory=dict)
+    answers: dict[Site, bool] = field(default_factory=dict)
+    met: dict[Site, None] = field(default_factory=dict)
+    conditions: dict[Site, bool] = field(default_factory=dict)  # those that the trace asked for, with the first answer
+    _raised: list[tuple[Exception, Site]] = field(default_factory=list)
+    _asked: dict[Site, int] = field(default_factory=dict)
+    _values: dict[Site, Any] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Begin another trace."""
+        self.met, self.conditions, self._raised, self._asked = {}, {}, [], {}
+
+    def passes(self, error: Exception) -> bool:
+        """Whether the trace goes on behind ``error``; else it is raised, and its site is kept in mind."""
+        site = Site.of(error, sys._getframe(1))
+        if site in self.refusals:
+            self.met[site] = None
+            return True
+        self._raised.append((error, site))
+        return False
+
+    def chosen(self, error: Exception, answers: tuple[Any, ...]) -> Any:
+        """The answer for a value. A condition gets the one that is asked for, but in a loop not for ever."""
+        site = Site.of(error, sys._getframe(1))
+        times = self._asked[site] = self._asked.get(site, 0) + 1
+        if len(answers) == 1:
+            return answers[0]
+        wanted = self.answers.get(site, False)
+        self.conditions.setdefault(site, wanted)
+        return wanted if times % (_ALIKE + 1) else not wanted
+
+    def kept(self, error: Exception, make: Callable[[], Any]) -> Any:
+        """What was taken once, with zeros that the trace makes in the place of tensors."""
+        site = Site.of(error, sys._getframe(1))
+        if site not in self._values:
+            self._values[site] = make()
+        return tree_map(_zeros, self._values[site])
+
+    def site_behind(self, error: Exception) -> Site | None:
+        """The site of the refusal that ``error`` is, or explains; None if it is none that can be gone past."""
+        found: BaseException | None = error
+        while found is not None:
+            for raised, site in self._raised:
+                if raised is found:
+                    return site
+            found = found.__cause__ or found.__context__
+        return None
+
+    def add(self, site: Site, refusal: Refusal) -> None:
+        """Note a refusal, which later traces go past."""
+        self.refusals[site] = replace(refusal, goes_on=True)
+
+    def those_met(self) -> Iterator[tuple[Site, Refusal]]:
+        """The refusals that the trace went past."""
+        return ((site, self.refusals[site]) for site in self.met)
+
+
+def _zeros(value: Any) -> Any:
+    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
