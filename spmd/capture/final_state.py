@@ -92,7 +92,7 @@ class FinalState:
         leaves = [*map(with_known_numbers, leaves)]
         _refuse_new_parameters(swap)
         _refuse_argument_gradients(swap)
-        _refuse_replaced_parameters(swap)
+        _refuse_replaced_parameters(swap, reads)
         _refuse_replaced_state(swap, reads)
         swap.skipped.check(swap.call.arguments.scalers)
         slots = [_final_value(swap, slot) for slot, _ in swap.pairs]
@@ -136,7 +136,7 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
             "dict, or to parameters that a step has split since. Take parameters from the module, keep them in a list "
             "or dict, or note their names",
         )
-    groups, missing = group_changes(swap.groups, carried)
+    groups, missing = group_changes(swap.groups, carried, reads)
     kept = [change for change in changes if not _is_in(change, [each for _, each in logs])]
     in_dicts = reads.journals.changes()
     kept += [change for change in in_dicts if change.after is not change.before]
@@ -285,14 +285,15 @@ def _refuse_argument_gradients(swap: StateSwap) -> None:
             )
 
 
-def _refuse_replaced_parameters(swap: StateSwap) -> None:
+def _refuse_replaced_parameters(swap: StateSwap, reads: Reads) -> None:
     for slot, fake in swap.pairs:
         name = slot.input.name
         if slot.input.role == "parameter" and slot.holder[slot.key] is not fake:
+            line = line_naming(reads.code, slot.key)
             refuse(
                 CaptureError,
-                f"the step puts another tensor in the place of {name}, which the optimizer would not know: write into "
-                f"it, under torch.no_grad(), with {name}.copy_(value)",
+                f"the step puts another tensor in the place of {name}{f' at {line}' if line else ''}, which the "
+                f"optimizer would not know: write into it, under torch.no_grad(), with {name}.copy_(value)",
             )
 
 

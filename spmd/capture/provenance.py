@@ -44,9 +44,9 @@ from ..python_state.reads import Reads
 from ..refusals import passes, refuse
 from .checkpointing import Recomputed, recomputing
 from .tensor_attributes import check_outside
-from .unsupported import Refused, check_op, refuse_regions
+from .unsupported import Refused, check_collective, check_op, refuse_regions
 from .values.kept_tensors import carry_kept
-from .values.stand_ins import can_stand_in, stand_in
+from .values.stand_ins import beside_the_graph, can_stand_in, stand_in
 
 _TORCH_OPS = {"aten", "prim", "prims"}
 _IS_NONZERO = torch.ops.aten.is_nonzero.default  # which lacks the tag of ops that return a value
@@ -103,7 +103,11 @@ class Recorder(TorchDispatchMode):
                 answer_interrupt()
         if self.constants is not None:
             check_outside(func, args, self.constants)
+        if check_collective(func):
+            return beside_the_graph(func, args, kwargs or {})
         drawn = self._number(func, args, kwargs or {})
+        if drawn is not None:  # a check goes on without a generator of the step's own
+            kwargs = {name: None if isinstance(value, torch.Generator) else value for name, value in kwargs.items()}
         self._differentiable = _is_differentiable(func, args)
         try:
             result = func(*args, **(kwargs or {}))
@@ -112,7 +116,7 @@ class Recorder(TorchDispatchMode):
             if not (can_stand_in(error) and passes(error)):
                 raise
             result = self._stand_in(error, func, args, kwargs or {})
-        check_op(func, args, result)
+        result = check_op(func, args, result)
         self.asked += func is _IS_NONZERO or torch.Tag.data_dependent_output in func.tags
         self._note(current, drawn)
         return result

@@ -20,6 +20,7 @@ from passes.ir.schemas import schema
 from .._torch import (
     COLLECTIVE_NAMESPACES,
     tree_flatten,
+    tree_map,
 )
 from ..interpreter.source_lines import named_at
 from ..python_state.reads import is_array
@@ -124,8 +125,11 @@ _INSTEAD = {
 }
 
 
-def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
-    """Raise ``Refused`` if a compiled step cannot have this op."""
+def check_op(func: Any, args: Sequence[Any], result: Any) -> Any:
+    """Raise ``Refused`` if a compiled step cannot have this op; returns its result.
+
+    A check that goes on gets a dense result in the place of one that is not.
+    """
     if func in _OF_ONE_DTYPE:
         dtypes = dict.fromkeys(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
         if len(dtypes) > 1:  # shape functions do not look at dtypes, but kernels do
@@ -136,12 +140,6 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
                 "spmd.MixedPrecisionPolicy or autocast do so; with torch.utils.checkpoint, a policy of the module that "
                 "is checkpointed.",
             )
-    if func.namespace in COLLECTIVE_NAMESPACES:
-        refuse(
-            Refused,
-            f"it communicates itself ({func}), but a compiled step is written as for one device that holds the whole "
-            "batch, and spmd adds the communication. Leave it out.",
-        )
     if func.overloadpacket is torch.ops.aten._fused_moving_avg_obs_fq_helper:
         _check_observer(func, args)
     for tensor in tree_flatten(result)[0]:
@@ -157,6 +155,25 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
                 f"{func} makes a {kind} tensor, which cannot be split over ranks. Use a dense one (of an "
                 "nn.Embedding, sparse=False), or replace the submodule through spmd.Override.",
             )
+            return tree_map(_dense, result)
+    return result
+
+
+def check_collective(func: Any) -> bool:
+    """Raise ``Refused`` for a collective of the step's own; whether it is one that a check goes on behind."""
+    if func.namespace in COLLECTIVE_NAMESPACES:
+        refuse(
+            Refused,
+            f"it communicates itself ({func}), but a compiled step is written as for one device that holds the whole "
+            "batch, and spmd adds the communication. Leave it out.",
+        )
+    return bool(func.namespace == "c10d")
+
+
+def _dense(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.layout is torch.strided:
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
 def _check_observer(func: Any, args: Sequence[Any]) -> None:

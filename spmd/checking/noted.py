@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._torch import tree_map
+from .._torch import disable_modes, tree_map
 from ..interpreter.source_lines import source_at, user_frame
 from .refusal import Refusal
 
@@ -89,7 +89,8 @@ class Noted:
         """What was taken once, with zeros that the trace makes in the place of tensors."""
         site = Site.of(error, sys._getframe(1))
         if site not in self._values:
-            self._values[site] = make()
+            with disable_modes():  # an iterator computes with tensors of its own
+                self._values[site] = make()
         return tree_map(_zeros, self._values[site])
 
     def site_behind(self, error: Exception) -> Site | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -27,6 +28,19 @@ def stand_in(error: Exception, func: Any, args: Any, kwargs: Any) -> Any:
     with disable_modes(), torch.no_grad():
         result = func(*tree_map(_ones, args), **tree_map(_ones, kwargs))
     return tree_map(lambda value: _empty(value, args[0].device) if isinstance(value, Tensor) else value, result)
+
+
+def beside_the_graph(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a collective in place, of which the graph has nothing: it goes on with the rank's own values.
+
+    Torch draws a number for the handle of each, which is no draw of the step's.
+    """
+    state = random.getstate()
+    try:
+        with disable_modes():
+            return func(*args, **kwargs)
+    finally:
+        random.setstate(state)
 
 
 def _value(error: Exception, dtype: torch.dtype) -> Any:
