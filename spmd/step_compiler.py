@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,9 +24,11 @@ from .cache.program_data import program_from_data, program_to_data
 from .call.call import Call
 from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
+from .call.dynamic_dims import Dim
 from .call.rng import adopt, proposed
-from .capture import Captured
+from .capture import Captured, capture
 from .capture.sizes.any_size import AnySize
+from .capture.sizes.size_symbols import TracedSizes
 from .capture_call import capture_call
 from .compile_phases import CompilePhases
 from .deferral.deferred_update import DeferredUpdate
@@ -96,12 +98,14 @@ class Rehearsal(NamedTuple):
     """The program of a call that is not made, and its guards.
 
     ``why``: the reason that no entry of the cache would be kept of it; ``not_kept``: that one would have no programs.
+    ``fixed``: dims of arguments of which it needs the size, of those that were left open, each with the user's line.
     """
 
     made: Made
     guards: Guards
     why: str
     not_kept: str
+    fixed: Mapping[Dim, str]
 
 
 class StepCompiler:
@@ -158,7 +162,19 @@ class StepCompiler:
             program = options.final(made.program)
             lookup.note_programs(made.captured, made.local, program)
             guards = Guards.of(call.arguments, call.slots, made.reads, made.captured, modes)
-        return Rehearsal(made, guards, lookup.why, lookup.not_kept)
+            call.initial.remove()
+        return Rehearsal(made, guards, lookup.why, lookup.not_kept, captures.shared.fixed)
+
+    def traces(self, call: Call, sizes: TracedSizes) -> bool:
+        """Whether the step can be traced for a call whose arguments have other sizes; nothing is changed."""
+        try:
+            with no_hooks_on_calls(), call.initial_state(self._dispatch.captures.idle):
+                call.resolve()
+                capture(self._function, call, self._name, sizes=sizes)
+                call.initial.remove()
+        except Exception:  # of the step's own, too: a matrix that such rows do not fit
+            return False
+        return True
 
     @contextmanager
     def running(self, pipeline: tuple[Pass, ...]) -> Iterator[None]:

@@ -15,6 +15,7 @@ from .cache.compile_cache import Lookup
 from .call.rng import kept_where
 from .call.state import Arguments
 from .call.unequal_rows import UnequalRows
+from .capture.sizes.size_symbols import TracedSizes
 from .capture_call import capture_call
 from .deferral.pending import no_hooks_on_calls
 from .dispatch import Dispatch, Turn
@@ -193,6 +194,13 @@ class StepRunner:
         self._dispatch.fit(turn, given)
         assert turn.call is not None
         return self._compiler.rehearse(turn.call)
+
+    def traces(self, given: Arguments, sizes: TracedSizes) -> bool:
+        """Whether a call can be traced for other sizes of its arguments, on a simulated rank; nothing is changed."""
+        turn = Turn()
+        self._dispatch.fit(turn, given)
+        assert turn.call is not None
+        return self._compiler.traces(turn.call, sizes)
 
     def _ready(self, turn: Turn) -> Compiled:
         """The program that a call runs, compiled where none fits; ``turn.live`` is what it runs on."""

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
 
+from ..call.dynamic_dims import Dim, DynamicSize, Shapes, argument_shapes
+from ..capture.sizes.size_symbols import TracedSizes
 from ..guards.leaves import can_be_live
+from ..interpreter.foreign_code import is_library_file
 from ..python_state.lines import line_naming
 from ..python_state.reads import ReadSite, is_plain
 from ..step_compiler import Rehearsal
-
-_SIZES = "compiles a program for each size of"
-
-
-def compiled_anew(made: Rehearsal, with_open_sizes: Callable[[], Rehearsal]) -> tuple[str, ...]:
-    """A sentence for each; ``with_open_sizes`` makes the program once more, for any sizes of the arguments."""
-    return tuple(dict.fromkeys([*_sizes(with_open_sizes), *_branches(made), *_values(made)]))
+from .rehearsals import Rehearsals
 
 
-def _sizes(with_open_sizes: Callable[[], Rehearsal]) -> Iterator[str]:
-    notes = with_open_sizes().made.captured.program.notes
-    yield from (note[note.index(_SIZES) + len("compiles a program for ") :] for note in notes if _SIZES in note)
+def compiled_anew(made: Rehearsal, rehearsals: Rehearsals) -> tuple[str, ...]:
+    """A sentence for each; ``rehearsals`` make the program once more, for other sizes of the arguments."""
+    return tuple(dict.fromkeys([*_sizes(made, rehearsals), *_branches(made), *_values(made)]))
+
+
+def _sizes(made: Rehearsal, rehearsals: Rehearsals) -> Iterator[str]:
+    """Sizes that have a program each, but for those that no call can have otherwise, as a model's width."""
+    shapes = argument_shapes(made.made.captured.program)
+    fixed = rehearsals.with_open_sizes(_names_of_sizes(shapes)).fixed
+    together: dict[tuple[int, int, str], list[Dim]] = {}
+    for (argument, dim), line in fixed.items():
+        together.setdefault((dim, shapes[argument][dim], line), []).append((argument, dim))
+    for (_, size, line), dims in together.items():
+        same = DynamicSize("a size", tuple(dims))
+        if any(rehearsals.traces(TracedSizes((same,), (n,), are_symbolic=False)) for n in (2 * size, size + 1)):
+            listed = ", ".join(f"dim {dim} of {argument}" for argument, dim in dims)
+            why = f"it depends on the size at {line}" if line else "it cannot be traced for a size that is not known"
+            yield f"each size of {listed}: {why}"
+
+
+def _names_of_sizes(shapes: Shapes) -> dict[str, dict[int, str]]:
+    """A name for each size of the arguments; equal ones of one dim have one."""
+    return {name: {k: f"{n} in dim {k}" for k, n in enumerate(shape) if n > 1} for name, shape in shapes.items()}
 
 
 def _branches(made: Rehearsal) -> Iterator[str]:
@@ -33,19 +52,26 @@ def _branches(made: Rehearsal) -> Iterator[str]:
 
 
 def _values(made: Rehearsal) -> Iterator[str]:
-    """Plain values that the step read, each with the line that names it."""
+    """Plain values that the step read, each with the line of the user's that names it; those of libraries counted."""
     reads, code = made.guards.reads, getattr(made.made.reads, "code", ())
+    own, of_libraries = [each for each in code if not is_library_file(each.co_filename)], 0
     for site, value in zip(reads.sites, reads.values, strict=True):
         if not is_plain(value) or value is None or _is_torchs_note(site):
             continue
-        line = line_naming(code, str(site.key))
-        at = f" at {line}" if line else ""
-        if can_be_live(value, value) and site.address not in reads.fixed:
-            yield f"another value of {site.name}, now {value!r}, which is an input from then on{at}"
+        if line := _line(own, site):
+            is_input = can_be_live(value, value) and site.address not in reads.fixed
+            yield f"{'once, for another' if is_input else 'each'} value of {site.name}, now {value!r}, read at {line}"
         else:
-            yield f"each value of {site.name}, now {value!r}{at}"
+            of_libraries += 1
     for tensor, _ in reads.taken:
         yield f"other values of {reads.names.get(id(tensor), 'a tensor')}, which the step takes into Python"
+    if of_libraries:
+        yield f"another value of one of {of_libraries} that code of libraries reads, such as the config of a model"
+
+
+def _line(code: list[CodeType], site: ReadSite) -> str:
+    key: Any = site.key
+    return line_naming(code, key) if isinstance(key, str) else ""
 
 
 def _is_torchs_note(site: ReadSite) -> bool:

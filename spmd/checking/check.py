@@ -5,28 +5,26 @@ from __future__ import annotations
 import copy
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..call.dynamic_dims import argument_shapes
 from ..call.rng import random_state_kept
+from ..call.state import parameters_of
 from ..deferral.pending import calling, finish_pending
 from ..modes.base import ParallelMode
 from ..modes.data_parallel import DataParallel
 from ..modes.option_groups import Split, check_one_of
 from ..modes.shares import STYLES
 from ..step import CompiledStep
-from ..step_compiler import Rehearsal
-from ..verification.copies import Copy, Subject
-from ..verification.rank import SimulatedRank
+from ..verification.copies import Subject
 from ..verification.world import AnyMesh, check_mesh, simulated_world
 from .anew import compiled_anew
 from .findings import Findings, InMode
 from .noted import Noted
+from .rehearsals import Rehearsals
 from .tracing import Tracing
 from .whole import gathered_whole
 
@@ -52,28 +50,37 @@ def check(
     for each in modes:
         check_one_of("mode", each, tuple(STYLES))
     finish_pending()
-    noted = Noted()
-    subject = Subject(step, args, kwargs)
-    with calling, random_state_kept(), simulated_world(world, mesh, subject.device_type) as device_mesh:
-        found = [_in_mode(subject, each, device_mesh, noted) for each in modes or (_OWN,)]
+    subject, noted, found = Subject(step, args, kwargs), Noted(), list[InMode]()
+    with calling, random_state_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the user's code, which each trace runs
+        with simulated_world(world, mesh, _device_type(subject)) as device_mesh:
+            for name in modes or (_OWN,):
+                anew = next((each.anew for each in found if each.is_compiled), None)
+                found.append(_in_mode(subject, name, device_mesh, noted, anew))
     return Findings(subject.function.__qualname__.rpartition(".")[2], world, tuple(found))
 
 
-def _in_mode(subject: Subject, name: str, mesh: DeviceMesh, noted: Noted) -> InMode:
-    """The findings of one mode; ``noted``: the refusals of those before, which one trace goes past together."""
+def _device_type(subject: Subject) -> str:
+    """Where the step computes: a model on the meta device does so where its batch is."""
+    given = subject.read(subject.args, subject.kwargs)
+    tensors = [each.tensor for each in parameters_of(given.modules)] + [leaf.value for leaf in given.tensors()]
+    return next((each.device.type for each in tensors if not each.is_meta), "cpu")
+
+
+def _in_mode(subject: Subject, name: str, mesh: DeviceMesh, noted: Noted, anew: tuple[str, ...] | None) -> InMode:
+    """The findings of one mode. ``noted`` has the refusals of those before, which one trace goes past together.
+
+    ``anew``: what compiles another program, if a mode before has shown it: it does not depend on the mode.
+    """
     own = subject.options.mode
-    mode = own if name == _OWN else _of_style(own, name)
-    tracing = Tracing(subject.function, partial(_rehearse, subject, mode, mesh), noted)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of code of the user's that each trace runs
-        tracing.run()
-        refusals = tuple(sorted(tracing.refusals.values(), key=lambda each: (each.file, each.line)))
-        known = InMode(name or _described(own), refusals, tuple(tracing.unseen))
-        if refusals or tracing.found is None:
-            return known
-        made = tracing.found
-        open_sizes = partial(_rehearse, subject, mode, mesh, _all_sizes(made))
-        anew = compiled_anew(made, open_sizes)
+    rehearsals = Rehearsals(subject, own if name == _OWN else _of_style(own, name), mesh)
+    tracing = Tracing(subject.function, rehearsals.make, noted)
+    tracing.run()
+    refusals = tuple(sorted(tracing.refusals.values(), key=lambda each: (each.file, each.line)))
+    known, made = InMode(name or _described(own), refusals, tuple(tracing.unseen)), tracing.found
+    if refusals or made is None:
+        return known
+    anew = compiled_anew(made, rehearsals) if anew is None else anew
     whole, not_kept = gathered_whole(made.made.local), made.why or made.not_kept
     return replace(known, is_compiled=True, anew=anew, whole=whole, not_kept=not_kept)
 
@@ -90,27 +97,3 @@ def _of_style(own: ParallelMode, name: str) -> ParallelMode:
     made = copy.copy(own)
     made.split = Split.check(name, False)
     return made
-
-
-def _rehearse(
-    subject: Subject,
-    mode: ParallelMode,
-    mesh: DeviceMesh,
-    sizes: Mapping[str, Mapping[int, str]] | None = None,
-) -> Rehearsal:
-    """The program of one call on the first rank, which is not made. ``sizes``: those to leave open, by argument."""
-    options = replace(subject.options, mode=mode)
-    if sizes is not None:
-        options = replace(options, dynamic=sizes)
-    step = CompiledStep(subject.function, options)
-    given = Copy(subject.args, subject.kwargs, mode.ignored, in_double=False)  # nothing is written to them
-    return SimulatedRank(Subject(step, subject.args, subject.kwargs), given, 0, mesh).rehearse()
-
-
-def _all_sizes(made: Rehearsal) -> dict[str, dict[int, str]]:
-    """A name for each size of the arguments; equal ones of one dim have one."""
-    shapes = argument_shapes(made.made.captured.program)
-    return {
-        name: {dim: f"{size} in dim {dim}" for dim, size in enumerate(shape) if size > 1}
-        for name, shape in shapes.items()
-    }

@@ -25,7 +25,7 @@ from passes import SpmdError
 
 from ..checking import check
 from ..modes.shares import STYLES
-from ..verification.world import simulated_world
+from ..verification.world import check_mesh, simulated_world
 from .step_file import load_step
 from .verify_command import mesh_of
 
@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Check, print, and return the exit code."""
     try:
         mesh = mesh_of(arguments.mesh)
-        world = arguments.world or (math.prod(mesh.values()) if mesh else 2)
+        world = arguments.world if arguments.world is not None else math.prod(mesh.values()) if mesh else 2
+        check_mesh(mesh, world)
         # The file may make a mesh of its own; and what it prints is no part of what was found.
         with simulated_world(world, mesh, "cpu"), redirect_stdout(sys.stderr):
             step, given = load_step(arguments.step, arguments.args)

@@ -19,6 +19,7 @@ from ..call.call import Call
 from ..call.found import with_found
 from ..call.state import Arguments
 from ..call.unequal_rows import Split, UnequalRows
+from ..capture.sizes.size_symbols import TracedSizes
 from ..dispatch import Turn
 from ..placements import chunk
 from ..ranks.simulated import Simulated, standing_for
@@ -147,6 +148,11 @@ class SimulatedRank:
         """The program of its next call, which is not made: nothing of it is run, kept or changed."""
         with self.active():
             return self.step.runner.rehearse(self.given(), self._rows)
+
+    def traces(self, sizes: TracedSizes) -> bool:
+        """Whether its next call can be traced for other sizes of the arguments."""
+        with self.active():
+            return self.step.runner.traces(self.given(), sizes)
 
     def outgrow(self, times: float) -> None:
         """Let the call that was prepared run a program with ``times`` the room for rows of experts."""
