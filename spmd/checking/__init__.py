@@ -6,6 +6,7 @@ stand-in answers for a condition is answered the other way, too, so that both br
 
 - ``refusal.py``: one refusal, with its line, op, reason and alternative, from the error that compiling raises
 - ``noted.py``: the refusals that were noted, which a trace goes past, and its answers for values
+- ``rehearsals.py``: the programs of one step in one mode, which nothing runs
 - ``tracing.py``: one step in one mode, traced until no refusal is new
 - ``anew.py``: what compiles another program: sizes, values and branches
 - ``whole.py``: what ranks gather whole, for want of a rule or for other reasons

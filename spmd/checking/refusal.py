@@ -121,7 +121,7 @@ def _sentences(message: str) -> tuple[str, str]:
     """(the reason, what to do instead) of a message, without lines of source."""
     text = " ".join(each for each in message.split("\n") if not each.startswith("  "))
     text = _IN_TEXT.sub("", _TITLE.sub("", text)).strip()
-    for separator in (r"\. (?=[A-Z])", r": (?=[a-z])"):
+    for separator in (r"\. (?=\w)", r": (?=[a-z])"):
         parts = re.split(separator, text, maxsplit=1)
         if len(parts) == 2:
             return parts[0].rstrip("."), f"{parts[1][:1].upper()}{parts[1][1:]}".rstrip(".")

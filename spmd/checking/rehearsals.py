@@ -40,7 +40,5 @@ class Rehearsals:
         """A rank of its own for each program: what an earlier one noted, such as a log, may change the next."""
         subject = self.subject
         step = CompiledStep(subject.function, replace(subject.options, mode=self.mode, **options))
-        given = Copy(
-            subject.args, subject.kwargs, self.mode.ignored, in_double=False
-        )  # the user's own: none is written
+        given = Copy(subject.args, subject.kwargs, self.mode.ignored, in_double=False)  # the user's own
         return SimulatedRank(Subject(step, subject.args, subject.kwargs), given, 0, self.mesh)

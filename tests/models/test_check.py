@@ -14,6 +14,7 @@ from tests.interplay.seeds import seed
 
 from .catalog import ENTRIES
 from .examine import Training
+from .zoo import ROWS
 
 STYLES = ("replicate", "fully_shard")
 IN_A_RUN = 2  # models, others with each commit; `--exhaustive` takes all
@@ -29,6 +30,6 @@ def test_a_model_that_compiles_has_no_refusals(name: str) -> None:
     (entry,) = (entry for entry in ENTRIES if entry.name == name)
     model = entry.build()
     given: tuple[Any, ...] = (model, torch.optim.SGD(model.parameters(), lr=0.1), entry.batch(torch.Generator()))
-    found = check(spmd.compile(Training.step), *given, modes=STYLES)
+    found = check(spmd.compile(Training.step), *given, modes=STYLES, world=ROWS)
     assert found, str(found)
     assert not any(each.unseen for each in found.modes)
