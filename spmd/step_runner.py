@@ -17,7 +17,7 @@ from .call.state import Arguments
 from .call.unequal_rows import UnequalRows
 from .capture.sizes.size_symbols import TracedSizes
 from .capture_call import capture_call
-from .deferral.pending import no_hooks_on_calls
+from .deferral.pending import calling, no_hooks_on_calls
 from .dispatch import Dispatch, Turn
 from .failed_calls import FailedCalls
 from .interpreter.interrupts import answering_after
@@ -193,14 +193,16 @@ class StepRunner:
         turn = Turn(rows=rows)
         self._dispatch.fit(turn, given)
         assert turn.call is not None
-        return self._compiler.rehearse(turn.call)
+        with calling:
+            return self._compiler.rehearse(turn.call)
 
     def traces(self, given: Arguments, sizes: TracedSizes) -> bool:
         """Whether a call can be traced for other sizes of its arguments, on a simulated rank; nothing is changed."""
         turn = Turn()
         self._dispatch.fit(turn, given)
         assert turn.call is not None
-        return self._compiler.traces(turn.call, sizes)
+        with calling:
+            return self._compiler.traces(turn.call, sizes)
 
     def _ready(self, turn: Turn) -> Compiled:
         """The program that a call runs, compiled where none fits; ``turn.live`` is what it runs on."""

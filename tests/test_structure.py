@@ -44,7 +44,7 @@ ORDER = {
         version _torch placements
         interpreter/
         memo unexpected_errors
-        failed_ops refusals
+        failed_ops
         annotations/ ranks/
         call/
         python_state/

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from passes import CaptureError
 
 from .._torch import SCALER_LAZY_START, SCALER_OPTIMIZERS, SCALER_STATE, SCALER_STEP, STEP_HANDLES_SCALING, version_of
-from ..refusals import refuse
 from .nested_state import Path, leaves_of, tensors_in, with_item
+from .refusals import refuse
 
 
 def start(path: str, scaler: GradScaler, device: torch.device) -> dict[str, str]:

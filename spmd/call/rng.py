@@ -22,7 +22,7 @@ from passes import CaptureError
 from passes.runtime.random import BY_POSITION, default_generator, device_of, mix
 
 from ..interpreter.source_lines import user_lines
-from ..refusals import refuse
+from .refusals import refuse
 
 
 @dataclass

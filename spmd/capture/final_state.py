@@ -16,6 +16,7 @@ from passes import CaptureError
 from .._torch import own_buffers, own_parameters, storage_id, tree_flatten, tree_map
 from ..call.argument_logs import LogsFound
 from ..call.nested_state import item_at, leaves_of
+from ..call.refusals import refuse
 from ..call.state import Slot, state_name, submodules_of, with_own_state
 from ..call.tree import flatten
 from ..python_state.effects.carried import Carried
@@ -26,7 +27,6 @@ from ..python_state.effects.writes import Write, check_effect, is_output, settle
 from ..python_state.lines import line_naming
 from ..python_state.reads import Change, Lines, Reads, containers_in
 from ..python_state.traced import holds_fakes, is_traced
-from ..refusals import refuse
 from .set_data import is_same_memory
 from .swap_state import StateSwap
 from .unsupported import check_results, with_known_numbers

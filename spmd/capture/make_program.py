@@ -23,10 +23,10 @@ from .._torch import rename_placeholder
 from ..call.argument_logs import Log, LogsFound
 from ..call.call import Call
 from ..call.dynamic_dims import with_sizes
+from ..call.refusals import refuse
 from ..python_state.effects.carried import Carried
 from ..python_state.reads import Journals, Lines, Reads
 from ..python_state.retries import Retries
-from ..refusals import refuse
 from .bind_outputs import bind_outputs
 from .captured import Captured
 from .constraint import constraints_on

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from passes import CaptureError
 
 from .._torch import TorchFunctionMode, compiling, tree_flatten, tree_map
-from ..refusals import refuse
+from ..call.refusals import refuse
 from .provenance import Recorder
 from .unsupported import Refused
 from .values.repeated_updates import RepeatedUpdates

@@ -36,12 +36,12 @@ from .._torch import (
     sequence_number_of,
     tree_flatten,
 )
+from ..call.refusals import passes, refuse
 from ..call.rng import Draws
 from ..failed_ops import note_op
 from ..interpreter.interrupts import answer_interrupt
 from ..interpreter.source_lines import user_line
 from ..python_state.reads import Reads
-from ..refusals import passes, refuse
 from .checkpointing import Recomputed, recomputing
 from .tensor_attributes import check_outside
 from .unsupported import Refused, check_collective, check_op, refuse_regions

@@ -35,8 +35,8 @@ from .._torch import (
     get_proxy_mode,
     tree_flatten,
 )
+from ..call.refusals import refuse
 from ..call.state import Slot
-from ..refusals import refuse
 from .provenance import proxy_node
 from .tensor_attributes import is_users
 from .unsupported import Refused

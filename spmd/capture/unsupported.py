@@ -22,10 +22,10 @@ from .._torch import (
     tree_flatten,
     tree_map,
 )
+from ..call.refusals import refuse
 from ..interpreter.source_lines import named_at
 from ..python_state.reads import is_array
 from ..python_state.traced import holds_traced, known_number
-from ..refusals import refuse
 from .sizes.size_symbols import is_known
 
 _OF_ONE_DTYPE = {

@@ -1,8 +1,8 @@
 """Check a step before it is launched: every refusal of compiling it, by one process, without ranks.
 
 A step is traced on fake tensors, as compiling does. Its first refusal is noted, and the step traced again with a
-stand-in behind it (``spmd/refusals.py``), until a trace comes to its end or to a refusal that none goes past. What a
-stand-in answers for a condition is answered the other way, too, so that both branches are looked at.
+stand-in behind it (``spmd/call/refusals.py``), until a trace comes to its end or to a refusal that none goes past. A
+condition is answered the other way in another trace, so that both branches are looked at.
 
 - ``refusal.py``: one refusal, with its line, op, reason and alternative, from the error that compiling raises
 - ``noted.py``: the refusals that were noted, which a trace goes past, and its answers for values
@@ -17,5 +17,6 @@ stand-in answers for a condition is answered the other way, too, so that both br
 from .check import check
 from .findings import Findings, InMode
 from .refusal import Refusal
+from .text import lines_of, text_of
 
-__all__ = ["Findings", "InMode", "Refusal", "check"]
+__all__ = ["Findings", "InMode", "Refusal", "check", "lines_of", "text_of"]

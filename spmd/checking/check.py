@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..call.rng import random_state_kept
 from ..call.state import parameters_of
-from ..deferral.pending import calling, finish_pending
 from ..modes.base import ParallelMode
 from ..modes.data_parallel import DataParallel
 from ..modes.option_groups import Split, check_one_of
@@ -49,9 +48,8 @@ def check(
     check_mesh(mesh, world)
     for each in modes:
         check_one_of("mode", each, tuple(STYLES))
-    finish_pending()
     subject, noted, found = Subject(step, args, kwargs), Noted(), list[InMode]()
-    with calling, random_state_kept(), warnings.catch_warnings():
+    with random_state_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the user's code, which each trace runs
         with simulated_world(world, mesh, _device_type(subject)) as device_mesh:
             for name in modes or (_OWN,):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from rich.console import Console, Group
 
 from .refusal import Refusal
 
@@ -32,7 +28,7 @@ class InMode:
 
 @dataclass(frozen=True)
 class Findings:
-    """The findings of a check, mode by mode; true where each compiles. ``print`` and rich show them as text."""
+    """The findings of a check, mode by mode; true where each compiles."""
 
     step: str
     world: int
@@ -54,13 +50,3 @@ class Findings:
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, ready for JSON."""
         return {"step": self.step, "world": self.world, "compiles": bool(self), "modes": list(map(asdict, self.modes))}
-
-    def __rich__(self) -> Group:
-        from .text import lines_of
-
-        return Group(*lines_of(self))
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, color_system=None, width=shutil.get_terminal_size().columns).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -1,7 +1,7 @@
 """``Noted``: the refusals that traces have come to, which the next trace goes past, with stand-ins for values.
 
-A refusal is known again by its site: the user's line that runs, and what is said of it. Which error of a trace was
-one, and where it stood, is noted when it is raised: what reaches the end of the trace may be its explanation.
+A refusal is recognized by its site: the user's line that runs, and the message. Which error of a trace was one, and
+where it stood, is noted when it is raised: what reaches the end of the trace may be its explanation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .._torch import disable_modes, tree_map
 from ..interpreter.source_lines import source_at, user_frame
 from .refusal import Refusal
 
-_ALIKE = 4  # times that a condition gets one answer in a row: a loop ends with the other
+_IN_A_ROW = 4  # times that a condition gets one answer in a row: a loop ends with the other
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Site:
 
 @dataclass
 class Noted:
-    """The sites so far, with their refusals; and of the trace that runs, those that it met, and its answers.
+    """The sites so far, with their refusals; and of the trace that runs, those that it passed, and its answers.
 
     ``answers``: for the conditions that are not to be false, by site; ``values``: those that could be taken once only.
     """
 
     refusals: dict[Site, Refusal] = field(default_factory=dict)
     answers: dict[Site, bool] = field(default_factory=dict)
-    met: dict[Site, None] = field(default_factory=dict)
+    passed: dict[Site, None] = field(default_factory=dict)
     conditions: dict[Site, bool] = field(default_factory=dict)  # those that the trace asked for, with the first answer
     _raised: list[tuple[Exception, Site]] = field(default_factory=list)
     _asked: dict[Site, int] = field(default_factory=dict)
@@ -64,13 +64,13 @@ class Noted:
 
     def begin(self) -> None:
         """Begin another trace."""
-        self.met, self.conditions, self._raised, self._asked = {}, {}, [], {}
+        self.passed, self.conditions, self._raised, self._asked = {}, {}, [], {}
 
     def passes(self, error: Exception) -> bool:
         """Whether the trace goes on behind ``error``; else it is raised, and its site is kept in mind."""
         site = Site.of(error, sys._getframe(1))
         if site in self.refusals:
-            self.met[site] = None
+            self.passed[site] = None
             return True
         self._raised.append((error, site))
         return False
@@ -83,7 +83,7 @@ class Noted:
             return answers[0]
         wanted = self.answers.get(site, False)
         self.conditions.setdefault(site, wanted)
-        return wanted if times % (_ALIKE + 1) else not wanted
+        return wanted if times % (_IN_A_ROW + 1) else not wanted
 
     def kept(self, error: Exception, make: Callable[[], Any]) -> Any:
         """What was taken once, with zeros that the trace makes in the place of tensors."""
@@ -107,9 +107,9 @@ class Noted:
         """Note a refusal, which later traces go past."""
         self.refusals[site] = replace(refusal, goes_on=True)
 
-    def those_met(self) -> Iterator[tuple[Site, Refusal]]:
+    def those_passed(self) -> Iterator[tuple[Site, Refusal]]:
         """The refusals that the trace went past."""
-        return ((site, self.refusals[site]) for site in self.met)
+        return ((site, self.refusals[site]) for site in self.passed)
 
 
 def _zeros(value: Any) -> Any:

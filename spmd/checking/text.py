@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console, Group
 from rich.padding import Padding
 from rich.text import Text
 
+from .findings import Findings, InMode
 from .refusal import Refusal
 
-if TYPE_CHECKING:
-    from .findings import Findings, InMode
-
 _SHOWN = 12  # sentences under one heading; JSON has all
+
+
+def text_of(findings: Findings, width: int = 120) -> str:
+    """The findings in lines of at most ``width`` columns, without colors."""
+    text = io.StringIO()
+    Console(file=text, color_system=None, width=width).print(Group(*lines_of(findings)))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def lines_of(findings: Findings) -> Iterator[Any]:

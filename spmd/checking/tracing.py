@@ -8,7 +8,7 @@ from typing import Any
 
 from passes import SpmdError
 
-from ..refusals import listening
+from ..call.refusals import listening
 from ..step_compiler import Rehearsal
 from .noted import Noted, Site
 from .refusal import Refusal, is_unexpected
@@ -21,7 +21,7 @@ _AGAIN = 200  # traces of one set of answers
 class Tracing:
     """The traces of one step. ``rehearse`` makes its program; ``found``: what the first trace to its end made.
 
-    ``refusals`` in the order in which traces met them; ``unseen``: sentences on what was not looked at.
+    ``refusals`` in the order in which traces passed them; ``unseen``: sentences on what was not looked at.
     """
 
     function: Callable[..., Any]
@@ -55,17 +55,17 @@ class Tracing:
                 with listening(self.noted):
                     made = self.rehearse()
             except Exception as error:
-                self._note_met()
+                self._note_passed()
                 if not self._goes_past(error):
                     return
             else:
-                self._note_met()
+                self._note_passed()
                 self.found = self.found or made
                 return
         self._note_unseen(f"what comes behind {_AGAIN} refusals")
 
-    def _note_met(self) -> None:
-        for site, refusal in self.noted.those_met():
+    def _note_passed(self) -> None:
+        for site, refusal in self.noted.those_passed():
             self.refusals.setdefault(site, refusal)
 
     def _goes_past(self, error: Exception) -> bool:
@@ -75,7 +75,7 @@ class Tracing:
             self.noted.add(site, refusal)
             self.refusals.setdefault(site, refusal)
             return True
-        if self.noted.met and (not isinstance(error, SpmdError) or is_unexpected(error)):
+        if self.noted.passed and (not isinstance(error, SpmdError) or is_unexpected(error)):
             self._note_own_error(error, refusal)
         else:
             self.refusals.setdefault(refusal.message, replace(refusal, goes_on=False))
@@ -84,8 +84,11 @@ class Tracing:
 
     def _note_own_error(self, error: Exception, refusal: Refusal) -> None:
         """Note an error of no refusal, to which a stand-in has led: it is the end of a branch."""
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._note_unseen(f"what comes behind {refusal.at} where that raises, with a stand-in for a value: {said}")
+        if is_unexpected(error):
+            self._note_unseen("what else compiling refuses, which ends in an error with the stand-ins of this trace")
+            return
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._note_unseen(f"what comes behind {refusal.at}, which raises with a stand-in for a value: {text}")
 
     def _note_unseen(self, sentence: str) -> None:
         if sentence not in self.unseen:

@@ -19,11 +19,11 @@ import sys
 import traceback
 from contextlib import redirect_stdout
 
-from rich.console import Console
+from rich.console import Console, Group
 
 from passes import SpmdError
 
-from ..checking import check
+from ..checking import check, lines_of
 from ..modes.shares import STYLES
 from ..verification.world import check_mesh, simulated_world
 from .step_file import load_step
@@ -67,5 +67,5 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        Console().print(found)
+        Console().print(Group(*lines_of(found)))
     return 0 if found else 1

@@ -23,8 +23,8 @@ from passes.ir.program import Placements, is_sharded
 
 from .._torch import own_buffers, own_parameters, version_of
 from ..call.call import Call
+from ..call.refusals import refuse
 from ..call.state import Slot, submodules_of
-from ..refusals import refuse
 from .distribute import Prepared, as_dtensor, part_of
 from .replace_parameters import forget_successor, rebind, replace_parameter
 

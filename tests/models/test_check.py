@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import spmd
-from spmd.checking import check
+from spmd.checking import check, text_of
 from tests.interplay.seeds import seed
 
 from .catalog import ENTRIES
@@ -31,5 +31,5 @@ def test_a_model_that_compiles_has_no_refusals(name: str) -> None:
     model = entry.build()
     given: tuple[Any, ...] = (model, torch.optim.SGD(model.parameters(), lr=0.1), entry.batch(torch.Generator()))
     found = check(spmd.compile(Training.step), *given, modes=STYLES, world=ROWS)
-    assert found, str(found)
+    assert found, text_of(found)
     assert not any(each.unseen for each in found.modes)

@@ -10,8 +10,8 @@ from typing import Any
 from ..._torch import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv, constant_source
 from ...call.dynamic_dims import DynamicSize
 from ...call.inputs import BatchInput
+from ...call.refusals import answer
 from ...interpreter.source_lines import user_line
-from ...refusals import answer
 
 LEAST = 2  # torch takes a symbolic size for neither 0 nor 1, which broadcast
 

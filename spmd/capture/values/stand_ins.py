@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._torch import DataDependentOutputException, DynamicOutputShapeException, disable_modes, tree_map
-from ...refusals import answer
+from ...call.refusals import answer
 
 _LARGEST = 1 << 24  # elements of an operand that it is worth making
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..._torch import FakeTensor
+from ...call.refusals import answer
 from ...interpreter.foreign_code import is_foreign_frame
-from ...refusals import answer
 from ..unsupported import Refused
 from .tensor_checks import VALUE, writes_message
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from ..._torch import FakeTensor, TorchFunctionMode, disable_modes
 from ...call.inputs import BatchInput, is_apart, is_index
+from ...call.refusals import answer, passes, refuse
 from ...python_state.reads import Reads, is_array
-from ...refusals import answer, passes, refuse
 from ..tensor_attributes import is_real
 from ..unsupported import Refused
 from .known_values import known_value

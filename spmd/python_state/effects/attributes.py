@@ -17,7 +17,7 @@ from torch import nn
 from passes import CaptureError
 
 from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, MODULE_NOTES, PARAMETERS, RNN_NOTES, tree_flatten
-from ...refusals import refuse
+from ...call.refusals import refuse
 from ..reads import MISSING, Change, ContainerSnapshot, Reads, ReadSite, containers_in, content_of
 
 # Attributes that are state, handled elsewhere, or torch's own notes.

@@ -10,7 +10,7 @@ import torch
 from passes import CaptureError
 
 from ..._torch import tree_flatten
-from ...refusals import refuse
+from ...call.refusals import refuse
 from ..lines import line_naming
 from ..reads import MISSING, Reads
 from .carried import Carried

@@ -11,8 +11,8 @@ import torch
 from passes import CaptureError
 
 from ..._torch import HOOK_DICTS, OPTIMIZER_HOOK_DICTS, accumulation_hooks, global_hooks, gradient_hooks
+from ...call.refusals import refuse
 from ...interpreter.foreign_code import is_library_file
-from ...refusals import refuse
 from ..lines import line_naming
 from ..reads import Reads
 

@@ -15,8 +15,8 @@ import torch
 from passes import CaptureError
 
 from ..._torch import TreeSpec, tree_flatten, tree_unflatten
+from ...call.refusals import refuse
 from ...call.state import Arguments
-from ...refusals import refuse
 from ..reads.journals import Journal, Written
 from ..reads.logging_calls import LogCall
 from ..reads.read_sites import Reference

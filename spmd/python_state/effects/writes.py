@@ -17,8 +17,8 @@ import torch
 from passes import CaptureError
 
 from ..._torch import FakeTensor, TreeSpec, tree_flatten, tree_unflatten
+from ...call.refusals import refuse
 from ...call.state import Arguments
-from ...refusals import refuse
 from ..lines import line_naming
 from ..reads import Change, Lines, Reads, ReadSite, containers_in, passed_on
 from ..traced import holds_fakes

@@ -12,10 +12,10 @@ from typing import Any
 
 from passes import CaptureError
 
+from ...call.refusals import refuse
 from ...interpreter.collector_callbacks import is_in_callback
 from ...interpreter.foreign_code import is_foreign_frame
 from ...interpreter.source_lines import user_lines
-from ...refusals import refuse
 
 _NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _CLOCKS: dict[Any, str] = {getattr(time, name): name for each in _NAMES for name in (each, f"{each}_ns")}

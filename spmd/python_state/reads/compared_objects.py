@@ -18,7 +18,7 @@ import torch
 
 from passes import CaptureError
 
-from ...refusals import refuse
+from ...call.refusals import refuse
 from ..lines import line_naming
 from .contents import LARGE, is_array
 

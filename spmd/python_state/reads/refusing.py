@@ -15,9 +15,9 @@ from typing import Any
 
 from passes import CaptureError
 
+from ...call.refusals import passes, refuse, taken
 from ...interpreter.foreign_code import is_foreign_file, is_foreign_module, is_library_file
 from ...interpreter.source_lines import user_lines
-from ...refusals import passes, refuse, taken
 
 _TAKES = (
     "takes the next value of {name}, which each call of its program would get again: pass the value as an argument, "

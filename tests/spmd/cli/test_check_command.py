@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,16 @@ def test_a_wrong_argument_is_one_sentence(
 def test_an_error_of_the_file_is_shown_with_its_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ends_with("train.py:clean", "--args", "raises") == 2
     assert 'raise KeyError("no data")' in capsys.readouterr().err
+
+
+def test_the_documents_show_what_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "commands.md").read_text()
+    (code,), (shown,) = re.findall(r"```python\n(.*?)```", text, re.S), re.findall(r"```text\n(.*?)```", text, re.S)
+    (tmp_path / "train.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "118")
+    command, printed = shown.split("\n", 1)
+    assert ends_with(*command.removeprefix("$ spmd check ").split()) == 1
+    assert "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines()) == printed
