@@ -11,11 +11,13 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from passes import SpmdError
+
 from ..call.rng import random_state_kept
 from ..call.state import parameters_of
 from ..modes.base import ParallelMode
 from ..modes.data_parallel import DataParallel
-from ..modes.option_groups import Split, check_one_of
+from ..modes.option_groups import Gathers, Split, Wire, check_one_of
 from ..modes.shares import STYLES
 from ..step import CompiledStep
 from ..verification.copies import Subject
@@ -23,6 +25,7 @@ from ..verification.world import AnyMesh, check_mesh, simulated_world
 from .anew import compiled_anew
 from .findings import Findings, InMode
 from .noted import Noted
+from .refusal import Refusal
 from .rehearsals import Rehearsals
 from .tracing import Tracing
 from .whole import gathered_whole
@@ -60,7 +63,10 @@ def check(
 
 def _device_type(subject: Subject) -> str:
     """Where the step computes: a model on the meta device does so where its batch is."""
-    given = subject.read(subject.args, subject.kwargs)
+    try:
+        given = subject.read(subject.args, subject.kwargs)
+    except (SpmdError, TypeError):  # which each mode finds
+        return "cpu"
     tensors = [each.tensor for each in parameters_of(given.modules)] + [leaf.value for leaf in given.tensors()]
     return next((each.device.type for each in tensors if not each.is_meta), "cpu")
 
@@ -71,10 +77,16 @@ def _in_mode(subject: Subject, name: str, mesh: DeviceMesh, noted: Noted, anew: 
     ``anew``: what compiles another program, if a mode before has shown it: it does not depend on the mode.
     """
     own = subject.options.mode
-    rehearsals = Rehearsals(subject, own if name == _OWN else _of_style(own, name), mesh)
+    try:
+        mode = own if name == _OWN else _of_style(own, name)
+    except ValueError as error:
+        refusal = Refusal.of(error, subject.function, goes_on=False)
+        return InMode(name, (refusal,), ("the step, which has no such mode",))
+    rehearsals = Rehearsals(subject, mode, mesh)
     tracing = Tracing(subject.function, rehearsals.make, noted)
     tracing.run()
-    refusals = tuple(sorted(tracing.refusals.values(), key=lambda each: (each.file, each.line)))
+    once = {each.message: each for each in tracing.refusals.values()}
+    refusals = tuple(sorted(once.values(), key=lambda each: (each.file, each.line)))
     known, made = InMode(name or _described(own), refusals, tuple(tracing.unseen)), tracing.found
     if refusals or made is None:
         return known
@@ -89,9 +101,11 @@ def _described(mode: ParallelMode) -> str:
 
 
 def _of_style(own: ParallelMode, name: str) -> ParallelMode:
-    """The step's mode with another style."""
+    """The step's mode with another style. Raises ``ValueError`` where its other options are of no such style."""
     if not isinstance(own, DataParallel):
         return DataParallel(name, inputs=own.inputs, input_batch_dim=own.input_batch_dim)  # type: ignore[arg-type]
     made = copy.copy(own)
     made.split = Split.check(name, False)
+    Wire.check(own.wire.reduce_gradients, own.wire.reduce_dtype, own.wire.gather_dtype, made.split)
+    Gathers.check(own.gathers.reshard, own.gathers.prefetch, own.gathers.limit, made.split, own.offload_policy)
     return made

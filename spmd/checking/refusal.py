@@ -64,16 +64,17 @@ def is_unexpected(error: Exception) -> bool:
 
 
 def _location(message: str, error: Exception, function: Callable[..., Any]) -> tuple[str, int, str]:
-    """(file, line, module): as the message names it, else of the traceback, else of the step itself."""
+    """(file, line, module): as the message names it, else of the traceback, else where the step is defined."""
     code = _code_of(function)
-    found = _AT.search(message) or _IN_TEXT.search(message) or _ANY.search(message)
-    if found is not None:
-        module = found.groupdict().get("module") or ""
-        return _file_of(found["file"], code), int(found["line"]), module
+    defined = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
+    for found in (each for pattern in (_AT, _IN_TEXT, _ANY) for each in pattern.finditer(message)):
+        place = _file_of(found["file"], code), int(found["line"])
+        if place != defined:
+            return *place, found.groupdict().get("module") or ""
     if any(frame is code for frame in _codes(error)):
         for file, line in user_locations(error.__traceback__):
             return file, line, ""
-    return (code.co_filename, code.co_firstlineno, "") if code is not None else ("", 0, "")
+    return *defined, ""
 
 
 def _codes(error: Exception) -> Iterator[CodeType]:

@@ -70,4 +70,4 @@ def _headline(findings: Findings, mode: InMode) -> str:
 
 
 def _indented(text: Text) -> Padding:
-    return Padding(text, (0, 0, 0, 4))
+    return Padding(text, (0, 0, 0, 4), expand=False)

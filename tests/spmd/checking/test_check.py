@@ -122,6 +122,16 @@ def test_a_mode_that_refuses_is_named() -> None:
     assert all(each.kind == "PlacementError" for each in found.refusals)
 
 
+def test_options_that_a_style_lacks_are_refused_in_it_alone() -> None:
+    gathers = spmd.DataParallel("fully_shard", reshard_after_forward=True)
+    found = check(spmd.compile(clean.function, parallel_mode=gathers), *arguments(), modes=("replicate", "fully_shard"))
+    assert [each.is_compiled for each in found.modes] == [False, True]
+    assert [each.message for each in found.refusals] == [
+        'expected no reshard_after_forward=True: "replicate" gathers no parameters'
+    ]
+    assert found.modes_of(found.refusals[0]) == ("replicate",)
+
+
 def test_sizes_and_values_that_compile_anew_are_listed() -> None:
     def sized(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, kind: str) -> Tensor:
         scale = 2.0 if kind == "large" else 1.0
