@@ -95,7 +95,7 @@ class Made(NamedTuple):
 
 
 class Rehearsal(NamedTuple):
-    """The program of a call that is not made, and its guards.
+    """The program of a call that is not run, and its guards.
 
     ``why``: the reason that no entry of the cache would be kept of it; ``not_kept``: that one would have no programs.
     ``fixed``: dims of arguments of which it needs the size, of those that were left open, each with the user's line.
@@ -163,6 +163,7 @@ class StepCompiler:
             lookup.note_programs(made.captured, made.local, program)
             guards = Guards.of(call.arguments, call.slots, made.reads, made.captured, modes)
             call.initial.remove()
+            call.remove_library_hooks()
         return Rehearsal(made, guards, lookup.why, lookup.not_kept, captures.shared.fixed)
 
     def traces(self, call: Call, sizes: TracedSizes) -> bool:
@@ -172,6 +173,7 @@ class StepCompiler:
                 call.resolve()
                 capture(self._function, call, self._name, sizes=sizes)
                 call.initial.remove()
+                call.remove_library_hooks()
         except Exception:  # of the step's own, too: a matrix that such rows do not fit
             return False
         return True

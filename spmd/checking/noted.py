@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from .._torch import disable_modes, tree_map
-from ..interpreter.source_lines import source_at, user_frame
+from ..interpreter.source_lines import user_frame
 from .refusal import Refusal
 
-_IN_A_ROW = 4  # times that a condition gets one answer in a row: a loop ends with the other
+_IN_A_ROW = 4  # times that a condition, or an iterator, gives one answer in a row: then a loop ends
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,6 @@ class Site:
         if frame is None:
             return cls(type(error).__name__, "", 0, 0, text)
         return cls(type(error).__name__, frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, text)
-
-    @property
-    def described(self) -> str:
-        """``"train.py:12: if loss > 3:"``."""
-        return f"{self.file}:{self.line}: {source_at(self.file, self.line)}"
 
 
 @dataclass
@@ -86,8 +81,11 @@ class Noted:
         return wanted if times % (_IN_A_ROW + 1) else not wanted
 
     def kept(self, error: Exception, make: Callable[[], Any]) -> Any:
-        """What was taken once, with zeros that the trace makes in the place of tensors."""
+        """What was taken once, with zeros that the trace makes in the place of tensors; a loop gets it a few times."""
         site = Site.of(error, sys._getframe(1))
+        times = self._asked[site] = self._asked.get(site, 0) + 1
+        if times > _IN_A_ROW:
+            raise StopIteration
         if site not in self._values:
             with disable_modes():  # an iterator computes with tensors of its own
                 self._values[site] = make()

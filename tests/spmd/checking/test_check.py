@@ -92,6 +92,19 @@ def test_a_loop_on_a_value_ends() -> None:
     assert len(check(spmd.compile(looping), *arguments()).refusals) == 2
 
 
+def test_a_loop_over_an_iterator_ends() -> None:
+    batches = iter([torch.randn(4, 8) for _ in range(3)])
+
+    def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        for each in batches:
+            x = x + model(each)
+        return update(model, optimizer, x.mean() + random.random())
+
+    found = check(spmd.compile(epoch), *arguments())
+    assert ["next value" in each.reason for each in found.refusals] == [True, False]
+    assert len([*batches]) == 2
+
+
 def test_what_no_trace_goes_past_is_the_last_one() -> None:
     def conditional(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
         loss = model(x).mean()
