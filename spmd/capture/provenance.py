@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
         except Exception as error:
             note_op(error, func, args, kwargs or {})
-            if not (can_stand_in(error) and passes(error)):
+            if not (can_stand_in(error, args) and passes(error)):
                 raise
             result = self._stand_in(error, func, args, kwargs or {})
         result = check_op(func, args, result)

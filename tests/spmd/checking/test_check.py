@@ -105,6 +105,36 @@ def test_a_loop_over_an_iterator_ends() -> None:
     assert len([*batches]) == 2
 
 
+def test_tensors_of_attributes_are_written_by_no_check() -> None:
+    class Marked(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.zeros(8)
+
+    def marking(model: Marked, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        model.table.add_(1)
+        return update(model, optimizer, model(x).mean() + random.random())
+
+    model = Marked()
+    found = check(spmd.compile(marking), model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 8))
+    assert ["model.table" in each.reason for each in found.refusals] == [True, False]
+    assert "draws from random" in found.refusals[1].reason and not model.table.any()
+
+
+def test_a_model_from_outside_gets_no_gradient() -> None:
+    held = {nn.Linear(8, 8)}
+
+    def reaching(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        (other,) = held
+        return update(model, optimizer, (model(x) + other(x)).mean())
+
+    (mode,) = check(spmd.compile(reaching), *arguments()).modes
+    assert [each.goes_on for each in mode.refusals] == [False] and "neither among its arguments" in mode.refusals[
+        0
+    ].reason
+    assert all(parameter.grad is None for other in held for parameter in other.parameters())
+
+
 def test_what_no_trace_goes_past_is_the_last_one() -> None:
     def conditional(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
         loss = model(x).mean()
