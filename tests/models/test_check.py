@@ -26,6 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("name", chosen)
 
 
+@pytest.mark.slow
 def test_a_model_that_compiles_has_no_refusals(name: str) -> None:
     (entry,) = (entry for entry in ENTRIES if entry.name == name)
     model = entry.build()
