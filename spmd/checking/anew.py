@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from ..call.dynamic_dims import Dim, DynamicSize, Shapes, argument_shapes
+from passes import Input, Program, Role
+
+from ..call.dynamic_dims import Dim, DynamicSize, argument_shapes
 from ..capture.sizes.size_symbols import TracedSizes
 from ..guards.leaves import can_be_live
 from ..interpreter.foreign_code import is_library_file
@@ -23,8 +25,9 @@ def compiled_anew(made: Rehearsal, rehearsals: Rehearsals) -> tuple[str, ...]:
 
 def _sizes(made: Rehearsal, rehearsals: Rehearsals) -> Iterator[str]:
     """Sizes that have a program each, but for those that no call can have otherwise, as a model's width."""
-    shapes = argument_shapes(made.made.captured.program)
-    fixed = rehearsals.with_open_sizes(_names_of_sizes(shapes)).fixed
+    program = made.made.captured.program
+    shapes = argument_shapes(program)
+    fixed = rehearsals.with_open_sizes(_names_of_sizes(program)).fixed
     together: dict[tuple[int, int, str], list[Dim]] = {}
     for (argument, dim), line in fixed.items():
         together.setdefault((dim, shapes[argument][dim], line), []).append((argument, dim))
@@ -36,9 +39,22 @@ def _sizes(made: Rehearsal, rehearsals: Rehearsals) -> Iterator[str]:
             yield f"each size of {listed}: {why}"
 
 
-def _names_of_sizes(shapes: Shapes) -> dict[str, dict[int, str]]:
-    """A name for each size of the arguments; equal ones of one dim have one."""
-    return {name: {k: f"{n} in dim {k}" for k, n in enumerate(shape) if n > 1} for name, shape in shapes.items()}
+def _names_of_sizes(program: Program) -> dict[str, dict[int, str]]:
+    """A name for each size that batches of a loop may have otherwise: rows, and the lengths of sequences.
+
+    Equal ones of one dim have one name. Sizes of images are not among them, with which a trace may take minutes.
+    """
+    arguments = [each for each in program.inputs if each.role in (Role.BATCH, Role.ARGUMENT)]
+    return {
+        each.name: {k: f"{n} in dim {k}" for k, n in enumerate(each.shape[: 1 + _is_sequence(each)]) if n > 1}
+        for each in arguments
+    }
+
+
+def _is_sequence(declared: Input) -> bool:
+    """Whether dim 1 may be that of a sequence: of numbers of tokens, or of rows of features."""
+    is_integer = declared.dtype is not None and not declared.dtype.is_floating_point
+    return len(declared.shape) == 3 or (len(declared.shape) == 2 and is_integer)
 
 
 def _branches(made: Rehearsal) -> Iterator[str]:
