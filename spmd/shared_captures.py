@@ -62,6 +62,11 @@ class SharedCaptures:
     _named: set[Dim] = field(default_factory=set)  # dims that ``dynamic`` names
     _warned: set[Dim] = field(default_factory=set)
 
+    @property
+    def fixed(self) -> Mapping[Dim, str]:
+        """The dims of which the step needs the size, as far as they were left open, each with the user's line."""
+        return self._fixed
+
     def number_for(self, call: Call) -> int:
         """The number of the newest capture that serves a call, on this rank; ``NONE`` if there is none."""
         self._shared = [each for each in self._shared if not each.guards.dead]

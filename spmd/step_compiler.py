@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,15 +18,17 @@ from passes.ir.program import MicroBatches
 from passes.report import PassEffect
 
 from ._torch import DisableAutocast
-from .cache.compile_cache import Lookup, look_up, set_flags
+from .cache.compile_cache import Lookup, look_up, rehearse_look_up, set_flags
 from .cache.packed import packed, unpacked
 from .cache.program_data import program_from_data, program_to_data
 from .call.call import Call
 from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
+from .call.dynamic_dims import Dim
 from .call.rng import adopt, proposed
-from .capture import Captured
+from .capture import Captured, capture
 from .capture.sizes.any_size import AnySize
+from .capture.sizes.size_symbols import TracedSizes
 from .capture_call import capture_call
 from .compile_phases import CompilePhases
 from .deferral.deferred_update import DeferredUpdate
@@ -92,6 +94,20 @@ class Made(NamedTuple):
     entry: str = ""
 
 
+class Rehearsal(NamedTuple):
+    """The program of a call that is not run, and its guards.
+
+    ``why``: the reason that no entry of the cache would be kept of it; ``not_kept``: that one would have no programs.
+    ``fixed``: dims of arguments of which it needs the size, of those that were left open, each with the user's line.
+    """
+
+    made: Made
+    guards: Guards
+    why: str
+    not_kept: str
+    fixed: Mapping[Dim, str]
+
+
 class StepCompiler:
     """Makes the programs of one step, and keeps what they share: memory, compiled regions, what was warned of."""
 
@@ -131,6 +147,36 @@ class StepCompiler:
             made = Compilation(compiled.program.name, reason, number, seconds, captured_on=stages.captured_on)
             self.compilations.append(made)
         return compiled
+
+    def rehearse(self, call: Call) -> Rehearsal:
+        """Make the program of a call on a simulated rank, which nothing runs: state and cache stay as they are."""
+        name, options, captures = f"{self._name}/program-0", self._options, self._dispatch.captures
+        stages = CompilePhases(name, self._where, Progress(self._name, shown=False))
+        begun = call.initial_state(captures.idle)
+        with all_or_none(self._name, None) as agreement, no_hooks_on_calls(), begun, stages.explained("checking"):
+            notes, modes = self._settle(call, agreement), torch_settings()
+            shared, live = captures.find(call, agreement.all_gather_text)
+            why = captures.why_not_cached(call)
+            lookup = rehearse_look_up(name, self._function, call, options, live, why, self._islands)
+            made = self._make(call, agreement, stages, self.dumps.dump(None, name), lookup, shared, notes)
+            program = options.final(made.program)
+            lookup.note_programs(made.captured, made.local, program)
+            guards = Guards.of(call.arguments, call.slots, made.reads, made.captured, modes)
+            call.initial.remove()
+            call.remove_library_hooks()
+        return Rehearsal(made, guards, lookup.why, lookup.not_kept, captures.shared.fixed)
+
+    def traces(self, call: Call, sizes: TracedSizes) -> bool:
+        """Whether the step can be traced for a call whose arguments have other sizes; nothing is changed."""
+        try:
+            with no_hooks_on_calls(), call.initial_state(self._dispatch.captures.idle):
+                call.resolve()
+                capture(self._function, call, self._name, sizes=sizes)
+                call.initial.remove()
+                call.remove_library_hooks()
+        except Exception:  # of the step's own, too: a matrix that such rows do not fit
+            return False
+        return True
 
     @contextmanager
     def running(self, pipeline: tuple[Pass, ...]) -> Iterator[None]:

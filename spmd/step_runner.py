@@ -17,8 +17,9 @@ from .cache.compile_cache import Lookup
 from .call.rng import kept_where
 from .call.state import Arguments
 from .call.unequal_rows import UnequalRows
+from .capture.sizes.size_symbols import TracedSizes
 from .capture_call import capture_call
-from .deferral.pending import no_hooks_on_calls
+from .deferral.pending import calling, no_hooks_on_calls
 from .dispatch import Dispatch, Turn
 from .failed_calls import FailedCalls
 from .interpreter.interrupts import answering_after
@@ -30,7 +31,7 @@ from .ranks.consensus import all_or_none, notify
 from .ranks.failures import StateIs
 from .recorder import Recorder
 from .running.compiled import Compiled
-from .step_compiler import StepCompiler
+from .step_compiler import Rehearsal, StepCompiler
 from .unexpected_errors import unexpected_errors
 from .watching.watch import Watches
 
@@ -200,6 +201,22 @@ class StepRunner:
             lookup = Lookup(turn.call, self._function, live)
             found = capture_call(self._function, turn.call, self._name, options, captures, agreement, shared, lookup)
         return found.captured.program
+
+    def rehearse(self, given: Arguments, rows: UnequalRows | None = None) -> Rehearsal:
+        """The program that a call would compile, on a simulated rank; nothing is run, kept or changed."""
+        turn = Turn(rows=rows)
+        self._dispatch.fit(turn, given)
+        assert turn.call is not None
+        with calling:
+            return self._compiler.rehearse(turn.call)
+
+    def traces(self, given: Arguments, sizes: TracedSizes) -> bool:
+        """Whether a call can be traced for other sizes of its arguments, on a simulated rank; nothing is changed."""
+        turn = Turn()
+        self._dispatch.fit(turn, given)
+        assert turn.call is not None
+        with calling:
+            return self._compiler.traces(turn.call, sizes)
 
     def _ready(self, turn: Turn) -> Compiled:
         """The program that a call runs, compiled where none fits; ``turn.live`` is what it runs on."""

@@ -74,7 +74,7 @@ ORDER = {
         step
         decorator
         verification/
-        fuzzing/ integrations/ planning/
+        checking/ fuzzing/ integrations/ planning/
         cli/
         public
         __init__ __main__

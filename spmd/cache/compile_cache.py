@@ -9,6 +9,7 @@ they would an entry.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
@@ -349,6 +350,24 @@ def look_up(
     lookup.agree(agreement)
     if lookup.warm is not None and lookup.folder is not None:
         lookup.folder.touch(lookup.folder.path / f"{lookup.key}-{lookup.warm.number}-{_rank()}")
+    return lookup
+
+
+def rehearse_look_up(
+    name: str,
+    function: Callable[..., Any],
+    call: Call,
+    options: Options,
+    live: Carried,
+    excluded: str,
+    islands: CompiledIslands | None,
+) -> Lookup:
+    """A look-up that finds nothing and stores nothing, for what it would not keep of a call, and why."""
+    why = excluded or _not_data(call, options, live)
+    folder = Folder(Path(os.devnull))  # nothing is written there
+    lookup = Lookup(call, function, live, islands, folder, why=why, not_kept=_not_kept(call, options), is_on=True)
+    if not lookup.why:
+        _describe(lookup, name, options, shares=False)
     return lookup
 
 

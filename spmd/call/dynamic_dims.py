@@ -12,6 +12,7 @@ from typing import Any
 from passes import CaptureError, Input, Program, Role
 
 from .inputs import BatchInput
+from .refusals import refuse
 
 Dim = tuple[str, int]  # of a tensor argument, by its name
 
@@ -46,17 +47,21 @@ def named_sizes(dynamic: Mapping[str, Mapping[int, str]], inputs: Sequence[Batch
     found: dict[str, list[Dim]] = {}
     for argument, names in dynamic.items():
         if argument not in shapes:
-            raise CaptureError(f"dynamic names {argument!r}, but the tensor arguments of the step are {list(shapes)}")
+            named = f"dynamic names {argument!r}, but the tensor arguments of the step are {list(shapes)}"
+            refuse(CaptureError, named)
+            continue
         for dim, name in names.items():
             shape = shapes[argument]
             if not -len(shape) <= dim < len(shape):
-                raise CaptureError(f"dynamic names dim {dim} of {argument}, whose shape is {list(shape)}")
+                refuse(CaptureError, f"dynamic names dim {dim} of {argument}, whose shape is {list(shape)}")
+                continue
             found.setdefault(name, []).append((argument, dim % len(shape)))
-    for name, dims in found.items():
+    for name, dims in [*found.items()]:
         sizes = {f"dim {dim} of {argument}": shapes[argument][dim] for argument, dim in dims}
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{each} has {size}" for each, size in sizes.items())
-            raise CaptureError(f"dynamic gives one name, {name!r}, to sizes that differ: {listed}")
+            refuse(CaptureError, f"dynamic gives one name, {name!r}, to sizes that differ: {listed}")
+            del found[name]
     return [DynamicSize(name, tuple(dims)) for name, dims in found.items()]
 
 

@@ -22,6 +22,7 @@ from passes import CaptureError
 
 from .._torch import SCALER_LAZY_START, SCALER_OPTIMIZERS, SCALER_STATE, SCALER_STEP, STEP_HANDLES_SCALING, version_of
 from .nested_state import Path, leaves_of, tensors_in, with_item
+from .refusals import refuse
 
 
 def start(path: str, scaler: GradScaler, device: torch.device) -> dict[str, str]:
@@ -99,9 +100,10 @@ class SkippedSteps:
         """Raise ``CaptureError`` if a scaler is left without its update at the end of the step."""
         for path, scaler in scalers.items():
             if _waits(scaler):
-                raise CaptureError(
+                refuse(
+                    CaptureError,
                     f"the step unscales gradients with {path} but does not update it, so what {path} found would be "
-                    f"lost between calls. Call {path}.update() at the end of the step"
+                    f"lost between calls. Call {path}.update() at the end of the step",
                 )
 
     def _step(self, optimizer: Optimizer, found: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from passes import CaptureError
 from passes.runtime.random import BY_POSITION, default_generator, device_of, mix
 
 from ..interpreter.source_lines import user_lines
+from .refusals import refuse
 
 
 @dataclass
@@ -140,18 +141,20 @@ def _seed_from_torch() -> int:
 
 
 @contextmanager
-def refuse_other_generators() -> Iterator[None]:
+def refuse_other_generators(line_naming: Callable[[str], str]) -> Iterator[None]:
     """Raise ``CaptureError`` if a trace draws with Python's or numpy's generator, and restore its state.
 
     The drawn number would be a constant of the program, and the same in each call. So would ``torch.initial_seed()``.
+    ``line_naming``: the line of the step's code that has a name.
     """
     before, initial_seed, thread = _foreign_states(), torch.initial_seed, threading.get_ident()
 
     def refused() -> int:
         if threading.get_ident() == thread:
-            raise CaptureError(
+            refuse(
+                CaptureError,
                 "the step asks for torch.initial_seed(), which each call of its program would find as it is now. Ask "
-                f"outside of the step, and pass the number as an argument\n    {user_lines(sys._getframe(1))}"
+                f"outside of the step, and pass the number as an argument\n    {user_lines(sys._getframe(1))}",
             )
         return initial_seed()
 
@@ -167,9 +170,11 @@ def refuse_other_generators() -> Iterator[None]:
     if "numpy.random" in before:
         name, keys, *rest = before["numpy.random"]
         sys.modules["numpy"].random.set_state((name, list(keys), *rest))
-    raise CaptureError(
+    refuse(
+        CaptureError,
         f"the step draws from {moved[0]}, which a compiled step would do only once, while it is traced. Draw with "
         "torch (torch.rand(()), say), or draw outside of the step and pass the result as a tensor"
+        + (f"\n    {line}" if (line := line_naming("random")) else ""),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from traceback import extract_tb
@@ -29,7 +30,6 @@ from ..interpreter.environment import is_set
 from ..interpreter.source_lines import defined_at, module_of, source_at, user_locations, users_part
 from ..unexpected_errors import is_users, mark_as_users
 from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused, UnknownShape
-from .values.questions import BACKWARD
 
 aten = torch.ops.aten
 
@@ -159,6 +159,7 @@ _AS_NUMBER = (
     "the tensor or on loss.item() (if loss > 3), select with torch.where, compute with functions of torch in place of "
     "those of math, or replace the submodule through spmd.Override."
 )
+BACKWARD = os.path.join("torch", "autograd", "graph.py")
 _OF_STATE = (
     "A branch on 0-dim state compares the tensor itself (if self.count == 0, not self.count.item() or int(self.count))."
 )

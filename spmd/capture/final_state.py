@@ -16,6 +16,7 @@ from passes import CaptureError
 from .._torch import own_buffers, own_parameters, storage_id, tree_flatten, tree_map
 from ..call.argument_logs import LogsFound
 from ..call.nested_state import item_at, leaves_of
+from ..call.refusals import refuse
 from ..call.state import Slot, state_name, submodules_of, with_own_state
 from ..call.tree import flatten
 from ..python_state.effects.carried import Carried
@@ -94,7 +95,7 @@ class FinalState:
         leaves = [*map(with_known_numbers, leaves)]
         _refuse_new_parameters(swap)
         _refuse_argument_gradients(swap)
-        _refuse_replaced_parameters(swap)
+        _refuse_replaced_parameters(swap, reads)
         _refuse_replaced_state(swap, reads)
         swap.skipped.check(swap.call.arguments.scalers)
         slots = [_final_value(swap, slot) for slot, _ in swap.pairs]
@@ -132,12 +133,13 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
     changes = [*(change for snapshot in swap.attributes for change in snapshot.changes(reads)), *reads.changes]
     logs = _logs(swap, carried, reads, changes)
     if reads.refused:
-        raise CaptureError(
+        refuse(
+            CaptureError,
             f"the step reads {reads.refused[0]}, which refers to state of a model from a tuple, set, deque or weak "
             "dict, or to parameters that a step has split since. Take parameters from the module, keep them in a list "
-            "or dict, or note their names"
+            "or dict, or note their names",
         )
-    groups, missing = group_changes(swap.groups, carried)
+    groups, missing = group_changes(swap.groups, carried, reads)
     kept = [change for change in changes if not _is_in(change, [each for _, each in logs])]
     in_dicts = reads.journals.changes()
     kept += [change for change in in_dicts if change.after is not change.before]
@@ -188,18 +190,23 @@ def _logs(swap: StateSwap, carried: Carried, reads: Reads, changes: Sequence[Cha
     # In the place of one that is an input, the trace has another, which has gone where the step put a new one there.
     replaced = [each for each in changes if each.after is not each.before and each.site.address in carried.addresses]
     gone = {id(each) for change in replaced for each in containers_in(change.before)}
-    changed = [(each, key) for each, key in reads.changed_containers if id(each.value) not in gone]
-    for each, key in changed:
+    changed = []
+    for each, key in reads.changed_containers:
+        if id(each.value) in gone:
+            continue
         if id(each.value) in reads.held or not reads.journals.can_have(each.value):
             lines = reads.journals.refused.get(id(each.value), Lines())
             line, read = lines.writes or line_naming(reads.code, key), lines.reads
             by_key = isinstance(each.value, dict) and read
-            raise CaptureError(
+            refuse(
+                CaptureError,
                 f"the step changes the entries of {each.name}{f' at {line}' if line else ''}"
                 f"{f', and reads them at {read}' if read else ''}, which a compiled step would do only once, while it "
                 f"is traced. {'Read its entries by their keys, not in a loop, or return' if by_key else 'Return'} the "
-                "value, and keep it outside of the step, or in an attribute (self.total += loss.detach())"
+                "value, and keep it outside of the step, or in an attribute (self.total += loss.detach())",
             )
+        else:
+            changed.append((each, key))
     owned = [(snapshot.name, each.value) for snapshot in swap.attributes for each in snapshot.written()]
     inputs = {id(each) for site in carried.sites for each in containers_in(site.get())}
     owned = [(name, each) for name, each in owned if reads.journals.can_have(each) and id(each) not in inputs]
@@ -237,9 +244,10 @@ def _refuse_aliases(swap: StateSwap, writes: Sequence[Write | Effect]) -> None:
         for leaf in write.leaves:
             if isinstance(leaf, torch.Tensor) and is_output(leaf) and storage_id(leaf) in memory:
                 line = swap.recorder.source_of(leaf)
-                raise CaptureError(
+                refuse(
+                    CaptureError,
                     f"the step keeps the memory of {memory[storage_id(leaf)]} in {write.name}"
-                    f"{f' at {line}' if line else ''}, where later writes would show. Keep a copy, with .clone()"
+                    f"{f' at {line}' if line else ''}, where later writes would show. Keep a copy, with .clone()",
                 )
 
 
@@ -251,10 +259,11 @@ def _refuse_kept_copies(swap: StateSwap, results: Sequence[Any], writes: Sequenc
         if isinstance(model, torch.nn.Module):
             own = [x for x in [*model.parameters(), *model.buffers()] if holds_fakes(x) and id(x) not in known]
             if own:
-                raise CaptureError(
+                refuse(
+                    CaptureError,
                     f"the step {how} a {type(model).__name__} that it has made, or copied, itself, and which ends with "
                     "the call. Make it before the first call, and let the step write its values: "
-                    "target.load_state_dict(model.state_dict())"
+                    "target.load_state_dict(model.state_dict())",
                 )
 
 
@@ -264,27 +273,30 @@ def _refuse_new_parameters(swap: StateSwap) -> None:
         for holder in (own_parameters(submodule), own_buffers(submodule)):
             for key, tensor in holder.items():
                 if tensor is not None and (id(holder), key) not in known:
-                    raise CaptureError(f"the step makes {name}.{key}: make it in the module's __init__, as a tensor")
+                    refuse(CaptureError, f"the step makes {name}.{key}: make it in the module's __init__, as a tensor")
 
 
 def _refuse_argument_gradients(swap: StateSwap) -> None:
     for leaf, fake in zip(swap.call.arguments.tensors(), swap.fakes.tensors, strict=True):
         # A step may ask for gradients of an argument itself: they are its own, and end with it.
         if fake.grad is not None and leaf.value.requires_grad:
-            raise CaptureError(
+            refuse(
+                CaptureError,
                 f"backward gives the argument {leaf.name} a gradient, which a compiled step does not store: "
                 f"return torch.autograd.grad(loss, {leaf.name}) instead, or pass it without requires_grad, and call "
-                f"{leaf.name}.requires_grad_() inside of the step"
+                f"{leaf.name}.requires_grad_() inside of the step",
             )
 
 
-def _refuse_replaced_parameters(swap: StateSwap) -> None:
+def _refuse_replaced_parameters(swap: StateSwap, reads: Reads) -> None:
     for slot, fake in swap.pairs:
         name = slot.input.name
         if slot.input.role == "parameter" and slot.holder[slot.key] is not fake:
-            raise CaptureError(
-                f"the step puts another tensor in the place of {name}, which the optimizer would not know: write into "
-                f"it, under torch.no_grad(), with {name}.copy_(value)"
+            line = line_naming(reads.code, slot.key)
+            refuse(
+                CaptureError,
+                f"the step puts another tensor in the place of {name}{f' at {line}' if line else ''}, which the "
+                f"optimizer would not know: write into it, under torch.no_grad(), with {name}.copy_(value)",
             )
 
 
@@ -293,10 +305,11 @@ def _refuse_replaced_state(swap: StateSwap, reads: Reads) -> None:
     for path, optimizer, parameter, values in swap.states:
         if dict.get(optimizer.state, parameter) is not values:
             line = line_naming(reads.code, "state") or line_naming(reads.code, "load_state_dict")
-            raise CaptureError(
+            refuse(
+                CaptureError,
                 f"the step removes or replaces the state that {path} has of {names.get(id(parameter), 'a parameter')}"
                 f"{f' at {line}' if line else ''}, but programs are bound to it. Do so between calls, or write into "
-                "its tensors (state[parameter]['exp_avg'].zero_())"
+                "its tensors (state[parameter]['exp_avg'].zero_())",
             )
 
 
@@ -320,11 +333,13 @@ def _checked(swap: StateSwap, slot: Slot, value: Any) -> Any:
         return value
     now = f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     line = swap.recorder.source_of(value) if isinstance(value, torch.Tensor) else ""
-    raise CaptureError(
+    refuse(
+        CaptureError,
         f"the step makes {before.name}, which is {before.dtype}{list(before.shape)}, into {now}"
         f"{f' at {line}' if line else ''}: state keeps its shape and dtype from call to call. Make it in its final "
-        "form before the step, and convert what is written into it"
+        "form before the step, and convert what is written into it",
     )
+    return torch.zeros(before.shape, dtype=before.dtype, device=slot.get().device)
 
 
 def _new_gradients(swap: StateSwap) -> dict[str, Any]:
@@ -362,10 +377,11 @@ def _was_there(swap: StateSwap, path: str, owner: str, key: Any, value: Any) -> 
     plain = {nested: leaf for nested, leaf in leaves_of(value) if nested not in now}
     others = {nested: leaf for nested, leaf in before.items() if nested not in now}
     if before.keys() != {*now, *plain} or any(others[nested] is not leaf for nested, leaf in plain.items()):
-        raise CaptureError(
+        refuse(
+            CaptureError,
             f"the step changes what {path} keeps in {state_name(path, first, rest)} besides the values of its tensors: "
             "lists, tuples and dicts in the state of an optimizer keep their lengths, keys and numbers from call to "
-            "call. Keep what changes under a key of its own"
+            "call. Keep what changes under a key of its own",
         )
     return True
 

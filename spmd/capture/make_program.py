@@ -23,6 +23,7 @@ from .._torch import rename_placeholder
 from ..call.argument_logs import Log, LogsFound
 from ..call.call import Call
 from ..call.dynamic_dims import with_sizes
+from ..call.refusals import refuse
 from ..python_state.effects.carried import Carried
 from ..python_state.reads import Journals, Lines, Reads
 from ..python_state.retries import Retries
@@ -252,9 +253,10 @@ def _check_memory_is_not_read(program: Program) -> None:
     """Raise ``CaptureError`` for an op that depends on where values lie, which passes change."""
     for node in program.graph.nodes:
         if has(node.target, Trait.READS_MEMORY):
-            raise CaptureError(
+            refuse(
+                CaptureError,
                 f"{node.target} depends on strides, or on the place of a tensor in its memory, and a compiled step has "
-                f"neither. Take the same elements by slices, views or indices\n    {node.meta.get('source', '')}"
+                f"neither. Take the same elements by slices, views or indices\n    {node.meta.get('source', '')}",
             )
 
 

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from passes import CaptureError
 
 from .._torch import TorchFunctionMode, compiling, tree_flatten, tree_map
+from ..call.refusals import refuse
 from .provenance import Recorder
 from .unsupported import Refused
 from .values.repeated_updates import RepeatedUpdates
@@ -99,16 +100,17 @@ def other_optimizers(optimizers: Iterable[Optimizer], recorder: Recorder) -> Ite
 def refuse_schedulers() -> Iterator[None]:
     """Raise ``Refused`` if a scheduler of torch's steps: what it counts is Python state of torch's own."""
 
-    def refuse(scheduler: Any, *_: Any, **__: Any) -> None:
-        raise Refused(
+    def refused(scheduler: Any, *_: Any, **__: Any) -> None:
+        refuse(
+            Refused,
             f"it calls a scheduler ({type(scheduler).__name__}), which a compiled step would do only once, while it is "
-            "traced. Call schedulers outside of the step."
+            "traced. Call schedulers outside of the step.",
         )
 
     kinds = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind)]
     before = [(kind, vars(kind)["step"]) for kind in kinds if issubclass(kind, lr_scheduler.LRScheduler)]
     for kind, _ in before:
-        kind.step = refuse  # type: ignore[method-assign, assignment]
+        kind.step = refused  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -36,6 +36,7 @@ from .._torch import (
     sequence_number_of,
     tree_flatten,
 )
+from ..call.refusals import passes, refuse
 from ..call.rng import Draws
 from ..failed_ops import note_op
 from ..interpreter.interrupts import answer_interrupt
@@ -43,8 +44,9 @@ from ..interpreter.source_lines import user_line
 from ..python_state.reads import Reads
 from .checkpointing import Recomputed, recomputing
 from .tensor_attributes import check_outside
-from .unsupported import Refused, check_op, refuse_regions
+from .unsupported import Refused, check_collective, check_op, refuse_regions
 from .values.kept_tensors import carry_kept
+from .values.stand_ins import beside_the_graph, can_stand_in, stand_in
 
 _TORCH_OPS = {"aten", "prim", "prims"}
 _IS_NONZERO = torch.ops.aten.is_nonzero.default  # which lacks the tag of ops that return a value
@@ -101,17 +103,29 @@ class Recorder(TorchDispatchMode):
                 answer_interrupt()
         if self.constants is not None:
             check_outside(func, args, self.constants)
+        if check_collective(func):
+            return beside_the_graph(func, args, kwargs or {})
         drawn = self._number(func, args, kwargs or {})
+        if drawn is not None:  # a check goes on without a generator of the step's own
+            kwargs = {name: None if isinstance(value, torch.Generator) else value for name, value in kwargs.items()}
         self._differentiable = _is_differentiable(func, args)
         try:
             result = func(*args, **(kwargs or {}))
         except Exception as error:
             note_op(error, func, args, kwargs or {})
-            raise
-        check_op(func, args, result)
+            if not (can_stand_in(error, args) and passes(error)):
+                raise
+            result = self._stand_in(error, func, args, kwargs or {})
+        result = check_op(func, args, result)
         self.asked += func is _IS_NONZERO or torch.Tag.data_dependent_output in func.tags
         self._note(current, drawn)
         return result
+
+    def _stand_in(self, error: Exception, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a check takes for the result of an op, of which the failed trace leaves nothing in the graph."""
+        for node in reversed(added_since(self.last, get_proxy_mode().tracer.graph)):  # type: ignore[union-attr]
+            node.graph.erase_node(node)
+        return stand_in(error, func, args, kwargs)
 
     def __enter__(self) -> Any:
         for node in added_since(None, get_proxy_mode().tracer.graph):  # type: ignore[union-attr]
@@ -184,9 +198,10 @@ class Recorder(TorchDispatchMode):
         if not draws(op, args, kwargs):
             return None
         if any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values())):
-            raise Refused(
+            refuse(
+                Refused,
                 f"{op} draws from a generator of its own, which every rank would advance by itself. Leave generator= "
-                "out, and call spmd.seed to choose the numbers, or draw outside of the step and pass the result."
+                "out, and call spmd.seed to choose the numbers, or draw outside of the step and pass the result.",
             )
         return self._draws.number(args, kwargs)
 

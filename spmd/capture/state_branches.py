@@ -35,7 +35,9 @@ from .._torch import (
     get_proxy_mode,
     tree_flatten,
 )
+from ..call.refusals import refuse
 from ..call.state import Slot
+from ..interpreter.source_lines import user_line
 from .provenance import proxy_node
 from .tensor_attributes import is_users
 from .unsupported import Refused
@@ -69,6 +71,7 @@ class StateBranches(TorchDispatchMode):
         self.scalars = {k: (slot.input.name, slot.get()) for k, slot in enumerate(slots) if _is_scalar(slot.input)}
         self.found: list[Branch] = []
         self._fixed = fixed
+        self._lines: dict[str, str] = {}  # at which the step takes the numbers that are fixed, by state
         self._numbers: list[Any] = []  # symbols of all that the step has taken, None where it is fixed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,6 +88,7 @@ class StateBranches(TorchDispatchMode):
         if branch is not None:
             self.found.append(branch)
             self._numbers.append(None)
+            self._lines |= dict.fromkeys(branch.reads, user_line(sys._getframe(1)))
             return branch.taken
         number = func(*args, **(kwargs or {}))
         is_of_state = isinstance(number, (torch.SymInt, torch.SymFloat)) and self._read_by(args[0]) is not None
@@ -105,11 +109,15 @@ class StateBranches(TorchDispatchMode):
         for name in {name for branch in self.found if type(branch.taken) is not bool for name in branch.reads}:
             node = proxy_node(values[placeholders[name]], mode.tracer) if mode is not None else None
             if node is not None and _follows_from(node, node.graph.find_nodes(op="placeholder")[placeholders[name]]):
-                raise Refused(
-                    f"it branches on the value of {name}, which is another one at each call. Compare the tensor itself "
-                    f"(if {name.rpartition('.')[2]} == 0, not .item() or int(...)), or count in a plain attribute "
-                    "(self.calls += 1), and branch on that."
+                refuse(
+                    Refused,
+                    f"it branches on the value of {name}{self._at(name)}, which is another one at each call. Compare "
+                    f"the tensor itself (if {name.rpartition('.')[2]} == 0, not .item() or int(...)), or count in a "
+                    "plain attribute (self.calls += 1), and branch on that.",
                 )
+
+    def _at(self, name: str) -> str:
+        return f" at {line}" if (line := self._lines.get(name)) else ""
 
     def _branch(self, tensor: Tensor) -> Branch | None:
         """The branch on ``tensor``, or None if it is computed from anything but 0-dim state and constants."""

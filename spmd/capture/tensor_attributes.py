@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from passes.ir.ops import Trait, has
 from passes.ir.schemas import schema
 
 from .._torch import BUFFERS, CHILDREN, PARAMETERS, TorchDispatchMode, storage_id, tree_flatten, tree_map
+from ..call.refusals import refuse
 from ..python_state.effects.lost_graph import has_lost_graph
 from ..python_state.reads import CONTAINERS, Reads
 from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
@@ -74,6 +75,11 @@ def is_real(value: Any) -> bool:
     return type(value) is Tensor or type(value) is nn.Parameter
 
 
+def zeros_like_real(value: Tensor) -> Tensor:
+    """Traced zeros in the place of a tensor with data."""
+    return torch.zeros(tuple(value.shape), dtype=value.dtype, device=value.device)
+
+
 def is_constant(value: Any) -> bool:
     """Whether a value is a tensor that may be a constant."""
     return type(value) is Tensor and not value.requires_grad
@@ -107,12 +113,17 @@ class _LiftConstants(TorchDispatchMode):
             return id(value) in self.constants
         name = self.reads.name_of(value) if is_constant(value) else ""
         if not name and id(value) in self.reads.cached:
-            raise Refused(
+            refuse(
+                Refused,
                 f"it uses {self.reads.cached[id(value)][0]}, whose cache holds a tensor that requires grad: that is no "
-                "constant. Let the function compute it anew, or keep it as a parameter of a module."
+                "constant. Let the function compute it anew, or keep it as a parameter of a module.",
             )
-        if not name and (value.requires_grad or has(func, Trait.MUTABLE)):
-            raise Refused(FROM_OUTSIDE)  # it would be computed for real, while the step is traced
+        if not name and value.requires_grad:
+            raise Refused(FROM_OUTSIDE)  # it would get a gradient of the trace
+        if not name and has(func, Trait.MUTABLE):
+            refuse(Refused, FROM_OUTSIDE)  # it would be computed for real, while the step is traced
+            self.constants[id(value)] = ("a tensor from outside", value)
+            return True
         if name:
             self.constants[id(value)] = (name, value)
             self.reads.note_constant(value)
@@ -120,9 +131,10 @@ class _LiftConstants(TorchDispatchMode):
 
     def _lift(self, func: Any, value: Tensor) -> Tensor:
         if has_lost_graph(value):
-            raise Refused(
+            refuse(
+                Refused,
                 f"it computes with a tensor in {self.constants[id(value)][0]} that a call before left there with its "
-                "graph, which a compiled step does not keep. Keep tensor.detach() there."
+                "graph, which a compiled step does not keep. Keep tensor.detach() there.",
             )
         if has(func, Trait.MUTABLE):
             self._refuse_write(func, id(value))
@@ -140,20 +152,23 @@ class _LiftConstants(TorchDispatchMode):
             if constant is not None:
                 self._refuse_write(func, constant)
 
-    def _refuse_write(self, func: Any, constant: int) -> NoReturn:
+    def _refuse_write(self, func: Any, constant: int) -> None:
         name = self.constants[constant][0]
         if constant in self.of_modules:
-            raise Refused(
+            refuse(
+                Refused,
                 f"it may write into {name} ({func}), a plain attribute of a module. Make that a buffer, with "
-                "register_buffer."
+                "register_buffer.",
             )
+            return
         sites = self.reads.sites_of(self.constants[constant][1]) if self.reads is not None else []
         sites = [site for site in sites if not str(site.key).startswith("_tensor_constant")]  # of the tracer itself
         if self.reads is not None and len(sites) == 1 and sites[0].kind in _PUT:
             self.reads.journals.carry(sites)  # raises: in another trace it is an input
-        raise Refused(
+        refuse(
+            Refused,
             f"it may write into {name} ({func}), which is no buffer of a module. Put a new tensor there instead, "
-            "or register a buffer in a module."
+            "or register a buffer in a module.",
         )
 
 

@@ -41,6 +41,7 @@ from ..python_state.effects.carried import Carried
 from ..python_state.effects.cleared_gradients import ClearedGradients
 from ..python_state.effects.containers import ArgumentEntry, Containers
 from ..python_state.effects.lasting_hooks import refuse_lasting_hooks
+from ..python_state.lines import line_naming
 from ..python_state.reads import Change, Reads, ReadSite
 from ..python_state.reads.clocks import refused_clocks
 from ..watching.traced import Watching
@@ -130,7 +131,7 @@ class Trace:
             stack.enter_context(_torch_settings())
             stack.enter_context(recorder.watch_modules())
             stack.enter_context(recorder.restored_generators())
-            stack.enter_context(refuse_other_generators())
+            stack.enter_context(refuse_other_generators(lambda name: line_naming(self.reads.code, name)))
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(TensorCopies())
             stack.enter_context(LengthsAsTensors())

@@ -20,7 +20,9 @@ from passes.ir.schemas import schema
 from .._torch import (
     COLLECTIVE_NAMESPACES,
     tree_flatten,
+    tree_map,
 )
+from ..call.refusals import refuse
 from ..interpreter.source_lines import named_at
 from ..python_state.reads import is_array
 from ..python_state.traced import holds_traced, known_number
@@ -61,10 +63,11 @@ def accumulation_hook(hook: Callable[[torch.Tensor], object], name: str) -> Call
         returned = hook(parameter)
         if returned is not None:
             value = "a tensor" if isinstance(returned, torch.Tensor) else repr(returned)
-            raise Refused(
+            refuse(
+                Refused,
                 f"it runs {named_at(hook)}, a hook on {name} by register_post_accumulate_grad_hook, which returned "
                 f"{value}, where torch takes None. Let it write to parameter.grad and return nothing, or use "
-                "register_hook, whose hooks return the new gradient."
+                "register_hook, whose hooks return the new gradient.",
             )
 
     return checked
@@ -74,20 +77,27 @@ def check_results(leaves: Sequence[Any]) -> None:
     """Raise ``Refused`` for a result whose body has not run, or that holds tensors where they are not found."""
     for leaf in leaves:
         if inspect.isgenerator(leaf) or inspect.isawaitable(leaf):
-            raise Refused(
+            refuse(
+                Refused,
                 f"it returns a {type(leaf).__name__}, whose body has not run yet. Make the step a plain function that "
-                "returns its results."
+                "returns its results.",
             )
         known = isinstance(leaf, (type, torch.Tensor, nn.Module, torch.optim.Optimizer))
         if not known and holds_traced(list(getattr(leaf, "__dict__", {}).values())):
-            raise Refused(
+            refuse(
+                Refused,
                 f"it returns a {type(leaf).__name__} that holds tensors. Return tensors in tuples, lists, dicts or "
-                "dataclasses."
+                "dataclasses.",
             )
 
 
 def with_known_numbers(leaf: Any) -> Any:
-    """What the step returns or keeps, with values for the symbols of an array of numpy's: no call computes it anew."""
+    """What the step returns or keeps, with values for symbols that no call computes anew.
+
+    These are conditions, each with a program for its answer, and what an array of numpy's has.
+    """
+    if isinstance(leaf, torch.SymBool):
+        return bool(leaf)
     if not (is_array(leaf) and getattr(getattr(leaf, "dtype", None), "hasobject", False)):
         return leaf
     found = leaf.ravel().tolist()
@@ -120,22 +130,21 @@ _INSTEAD = {
 }
 
 
-def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
-    """Raise ``Refused`` if a compiled step cannot have this op."""
+def check_op(func: Any, args: Sequence[Any], result: Any) -> Any:
+    """Raise ``Refused`` if a compiled step cannot have this op; returns its result.
+
+    A check that goes on gets a dense result in the place of one that is not.
+    """
     if func in _OF_ONE_DTYPE:
         dtypes = dict.fromkeys(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
         if len(dtypes) > 1:  # shape functions do not look at dtypes, but kernels do
             listed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise Refused(
+            refuse(
+                Refused,
                 f"{func} gets operands of {listed}, and needs one dtype. Cast one of them, or let a "
                 "spmd.MixedPrecisionPolicy or autocast do so; with torch.utils.checkpoint, a policy of the module that "
-                "is checkpointed."
+                "is checkpointed.",
             )
-    if func.namespace in COLLECTIVE_NAMESPACES:
-        raise Refused(
-            f"it communicates itself ({func}), but a compiled step is written as for one device that holds the whole "
-            "batch, and spmd adds the communication. Leave it out."
-        )
     if func.overloadpacket is torch.ops.aten._fused_moving_avg_obs_fq_helper:
         _check_observer(func, args)
     for tensor in tree_flatten(result)[0]:
@@ -146,10 +155,30 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
             )
         if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_quantized):
             kind = "quantized" if tensor.is_quantized else "sparse"
-            raise Refused(
+            refuse(
+                Refused,
                 f"{func} makes a {kind} tensor, which cannot be split over ranks. Use a dense one (of an "
-                "nn.Embedding, sparse=False), or replace the submodule through spmd.Override."
+                "nn.Embedding, sparse=False), or replace the submodule through spmd.Override.",
             )
+            return tree_map(_dense, result)
+    return result
+
+
+def check_collective(func: Any) -> bool:
+    """Raise ``Refused`` for a collective of the step's own; whether it is one that a check goes on behind."""
+    if func.namespace in COLLECTIVE_NAMESPACES:
+        refuse(
+            Refused,
+            f"it communicates itself ({func}), but a compiled step is written as for one device that holds the whole "
+            "batch, and spmd adds the communication. Leave it out.",
+        )
+    return bool(func.namespace == "c10d")
+
+
+def _dense(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.layout is torch.strided:
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
 def _check_observer(func: Any, args: Sequence[Any]) -> None:

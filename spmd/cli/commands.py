@@ -18,6 +18,7 @@ _COMMANDS = {
     "html": "the page of a dumped program, as one HTML file",
     "verify": "compare a compiled step with the plain one, on simulated ranks",
     "rules": "the sharding rules of ops, and what one claims of a call",
+    "check": "every refusal of a step at once, before it is launched",
     "plan": "the fastest layouts of a step on GPUs that are not here, by estimate",
     "fuzz": "verify random small steps",
     "replay": "run a recorded call again, up to the first NaN or Inf",

@@ -47,7 +47,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Verify, print, and return the exit code."""
     try:
-        mesh = _mesh(arguments.mesh)
+        mesh = mesh_of(arguments.mesh)
         world = arguments.world or (math.prod(mesh.values()) if mesh else 4)
         with simulated_world(world, mesh, "cpu"):  # the file may make a mesh of its own
             step, given = load_step(arguments.step, arguments.args)
@@ -74,8 +74,8 @@ def _print(found: Certificate | Verdict, as_json: bool) -> None:
         Console().print(found)
 
 
-def _mesh(text: str | None) -> dict[str, int] | None:
-    """Raises ``ValueError`` for anything but ``axis=size,axis=size``."""
+def mesh_of(text: str | None) -> dict[str, int] | None:
+    """The axes of ``--mesh``. Raises ``ValueError`` for anything but ``axis=size,axis=size``."""
     if text is None:
         return None
     pairs = [each.partition("=") for each in text.split(",")]

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Input, PlacementError, Program, Role
 from passes.ir.program import Placements
 
+from ..call.refusals import refuse
 from ..placements import check_dims, normalize
 
 
@@ -49,7 +50,7 @@ def _matching(pattern: str, parameters: list[Input]) -> list[Input]:
     matching = [i for i in parameters if fnmatchcase(i.name, pattern)]
     if not matching:
         names = ", ".join(i.name for i in parameters[:8])
-        raise PlacementError(f"the pattern {pattern!r} in params matches none of the parameters ({names}, ...)")
+        refuse(PlacementError, f"the pattern {pattern!r} in params matches none of the parameters ({names}, ...)")
     return matching
 
 

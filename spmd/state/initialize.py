@@ -23,6 +23,7 @@ from passes.ir.program import Placements, is_sharded
 
 from .._torch import own_buffers, own_parameters, version_of
 from ..call.call import Call
+from ..call.refusals import refuse
 from ..call.state import Slot, submodules_of
 from .distribute import Prepared, as_dtensor, part_of
 from .replace_parameters import forget_successor, rebind, replace_parameter
@@ -55,11 +56,12 @@ def check_initializable(call: Call) -> None:
         if slot.input.role in _STATE and not _initializer(owners[id(slot.holder)], call)
     ]
     if lost:
-        raise CaptureError(
+        refuse(
+            CaptureError,
             f"{', '.join(lost)} {'are' if len(lost) > 1 else 'is'} on the meta device, and nothing initializes "
             f"{'them' if len(lost) > 1 else 'it'}: the modules have no reset_parameters(). Give the mode a function "
             "that initializes one module, DataParallel(param_init_fn=...), or materialize the model first, with "
-            'model.to_empty(device="cpu") and a checkpoint'
+            'model.to_empty(device="cpu") and a checkpoint',
         )
     stray = [slot.input.name for slot in on_meta if slot.input.role not in _STATE and not call.initial.holds(slot)]
     if stray:

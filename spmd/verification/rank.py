@@ -20,6 +20,7 @@ from ..call.call import Call
 from ..call.found import with_found
 from ..call.state import Arguments
 from ..call.unequal_rows import Split, UnequalRows
+from ..capture.sizes.size_symbols import TracedSizes
 from ..dispatch import Turn
 from ..placements import chunk
 from ..ranks.simulated import Simulated, standing_for
@@ -28,6 +29,7 @@ from ..running.compiled import Compiled
 from ..running.inputs import Running
 from ..state.split_tensor import own_looks
 from ..step import CompiledStep
+from ..step_compiler import Rehearsal
 from ..watching.watch import Watch
 from .compared_stages import RankPrograms, after_each, transforms
 from .copies import Copy, Subject, on_copies
@@ -145,6 +147,16 @@ class SimulatedRank:
             assert self.turn.call is not None and self.turn.live is not None
             self.running = self.compiled.start(self.turn.call.given, self.turn.live)
         return self.running.inputs
+
+    def rehearse(self) -> Rehearsal:
+        """The program of its next call, which is not made: nothing of it is run, kept or changed."""
+        with self.active():
+            return self.step.runner.rehearse(self.given(), self._rows)
+
+    def traces(self, sizes: TracedSizes) -> bool:
+        """Whether its next call can be traced for other sizes of the arguments."""
+        with self.active():
+            return self.step.runner.traces(self.given(), sizes)
 
     def outgrow(self, times: float) -> None:
         """Let the call that was prepared run a program with ``times`` the room for rows of experts."""

@@ -23,7 +23,7 @@ def _norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _largest(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [torch.linalg.vector_norm(_wide(x), math.inf) for x in tensors]
+    return [torch.linalg.vector_norm(_wide(x), math.inf) if x.numel() else x.new_zeros(()) for x in tensors]
 
 
 def _zeros(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -1,7 +1,8 @@
 """``Watching``: compute the statistics that a call is to have, while its step is traced.
 
-Gradients and the state of an optimizer are looked at where its ``step()`` begins and ends, outputs where a module
-returns, parameters where the step ends. What is looked at twice in a call counts as it was the last time.
+Gradients are looked at where the ``step()`` of an optimizer begins, outputs where a module returns; parameters, what
+was added to them and the state of optimizers where the step ends, for a scaler may have taken an update back. What is
+looked at twice in a call counts as it was the last time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from passes import CaptureError
 
@@ -23,8 +24,8 @@ from .._torch import register_module_forward_hook, tree_flatten
 from .statistics import STATISTICS
 from .watch import ALL, Spec, Watched
 
-GRADIENT, UPDATE, OUTPUT = "grad", "update", "output"
-_KINDS = (GRADIENT, UPDATE, OUTPUT)
+PARAMETER, GRADIENT, UPDATE, OUTPUT = "", "grad", "update", "output"
+_KINDS = (PARAMETER, GRADIENT, UPDATE, OUTPUT)  # any other is a key of the state of an optimizer
 
 
 class Watching:
@@ -35,8 +36,9 @@ class Watching:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._seen: dict[Spec, dict[str, list[Tensor]]] = {spec: {} for spec in self._specs}
         self._before: dict[str, Tensor] = {}
-        for spec in self._specs:
-            self._check(spec)
+        self._optimizers: dict[int, Optimizer] = {}
+        found = {spec: self._kind(spec) for spec in self._specs}
+        self._kinds, self._of_names = ({spec: each[k] for spec, each in found.items()} for k in (0, 1))
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
@@ -44,7 +46,6 @@ class Watching:
         with ExitStack() as stack:
             if self._specs:
                 stack.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
-                stack.callback(register_optimizer_step_post_hook(self._end_update).remove)
                 stack.callback(register_module_forward_hook(self._returned).remove)
             yield
             self._look_at_end()
@@ -65,8 +66,8 @@ class Watching:
     def _look(self, kind: str, values: Mapping[str, Tensor]) -> None:
         """Compute the statistics of some values of a kind, by the name of what they are of."""
         for spec in self._specs:
-            wanted, of = _divided(spec.pattern)
-            named = {name: value for name, value in values.items() if _fits(name, of)} if wanted == kind else {}
+            of = self._of_names[spec] if self._kinds[spec] == kind else ""
+            named = {name: value for name, value in values.items() if of and _fits(name, of)}
             if not named:
                 continue
             with torch.no_grad():
@@ -76,18 +77,10 @@ class Watching:
 
     def _begin_update(self, optimizer: Optimizer, *_: Any) -> None:
         updated = self._updated_by(optimizer)
+        self._optimizers[id(optimizer)] = optimizer
         self._look(GRADIENT, {name: p.grad for name, p in updated.items() if p.grad is not None})
-        if any(_divided(spec.pattern)[0] == UPDATE for spec in self._specs):
-            self._before |= {name: p.detach().clone() for name, p in updated.items()}
-
-    def _end_update(self, optimizer: Optimizer, *_: Any) -> None:
-        updated = self._updated_by(optimizer)
-        known = {name: p for name, p in updated.items() if name in self._before}
-        self._look(UPDATE, {name: p.detach() - self._before[name] for name, p in known.items()})
-        # By dict's own method: a step that looks at the state of an optimizer is traced without what was made ahead.
-        held = {name: dict.get(optimizer.state, p, {}) for name, p in updated.items()}
-        for key in dict.fromkeys(str(key) for state in held.values() for key in state):
-            self._look(key, {name: state[key] for name, state in held.items() if isinstance(state.get(key), Tensor)})
+        if UPDATE in self._kinds.values():
+            self._before = {name: p.detach().clone() for name, p in updated.items()} | self._before
 
     def _returned(self, module: nn.Module, _: Any, output: Any) -> None:
         name = self._modules.get(id(module))
@@ -96,40 +89,39 @@ class Watching:
             self._look(OUTPUT, {name: tensors[0]})
 
     def _look_at_end(self) -> None:
-        self._look("", self._parameters)
+        self._look(PARAMETER, self._parameters)
         left = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         seen = {name for of in self._seen.values() for name in of}
         self._look(GRADIENT, {name: g for name, g in left.items() if f"{name}.{GRADIENT}" not in seen})
+        self._look(UPDATE, {name: self._parameters[name].detach() - old for name, old in self._before.items()})
+        # By dict's own method: a step that looks at the state of an optimizer is traced without what was made ahead.
+        updated = [(each, name, p) for each in self._optimizers.values() for name, p in self._updated_by(each).items()]
+        held = {name: state for each, name, p in updated if isinstance(state := dict.get(each.state, p), dict)}
+        for key in dict.fromkeys(kind for kind in self._kinds.values() if kind not in _KINDS):
+            named = {name: state[key] for name, state in held.items() if isinstance(state.get(key), Tensor)}
+            if held and not named:
+                keys = dict.fromkeys(str(each) for state in held.values() for each in state)
+                raise CaptureError(f"watch: the optimizers keep no tensors under {key!r}, but {', '.join(keys)}")
+            self._look(key, named)
 
     def _updated_by(self, optimizer: Optimizer) -> dict[str, Tensor]:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         return {self._names[id(p)]: p for p in held if id(p) in self._names}
 
-    def _check(self, spec: Spec) -> None:
-        """Raise ``CaptureError`` for a pattern that no name of the step fits."""
-        kind, of = _divided(spec.pattern)
+    def _kind(self, spec: Spec) -> tuple[str, str]:
+        """The kind of values that a pattern is of, and the pattern of names. Raises ``CaptureError`` if none fits."""
+        of, _, kind = spec.pattern.rpartition(".")
         names = [*self._modules.values()] if kind == OUTPUT else [*self._parameters]
+        if kind not in _KINDS and any(_fits(name, spec.pattern) for name in names):
+            return PARAMETER, spec.pattern
         if any(_fits(name, of) for name in names):
-            return
-        near = difflib.get_close_matches(of, names, n=3, cutoff=0.3) or names[:3]
+            return kind, of
+        near = difflib.get_close_matches(of or kind, names, n=3, cutoff=0.3) or names[:3]
         what = "modules" if kind == OUTPUT else "parameters"
         raise CaptureError(
             f'watch("{spec.pattern}") fits none of the {len(names)} {what} of the step: expected a name, or a pattern '
             f"of some, such as {', '.join(near)}, with .grad, .update, .output or a key of the optimizer's state behind"
         )
-
-
-def _divided(pattern: str) -> tuple[str, str]:
-    """The kind of values that a pattern is of, and the pattern of names; a parameter itself is of no kind."""
-    of, _, kind = pattern.rpartition(".")
-    return (kind, of) if kind in _KINDS or kind in _STATE else ("", pattern)
-
-
-# Keys of the state of torch's optimizers, which no parameter is called.
-_STATE = (
-    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum"),
-    *("exp_inf", "row_var", "col_var", "variance", "ax", "prev", "step_size"),
-)
 
 
 def _fits(name: str, pattern: str) -> bool:

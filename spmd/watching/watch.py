@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..interpreter.source_lines import warn_user
 from .statistics import STATISTICS
 
 Values = dict[str, dict[str, float]]  # by name, then by statistic
@@ -35,8 +36,9 @@ Watched = tuple[Spec, str, str]  # a statistic: of what, the name of the value, 
 class Watch:
     """Statistics of some values of a step, in every ``every``-th call from the first on; ``step.watch`` makes it.
 
-    ``values`` are those of the last such call, the one of number ``call``, by name and statistic; to look at them waits
-    for the call. ``to`` gets them when the next call begins, or when they are looked at, on the first rank alone.
+    ``values`` are those of the last such call that had some, the one of number ``call``, by name and statistic; to look
+    at them waits for the call. ``to`` gets them when the next call begins, or when they are looked at, on the first
+    rank alone; if it raises, that is warned of, and it gets no more.
     """
 
     spec: Spec
@@ -50,7 +52,7 @@ class Watch:
 
     @property
     def values(self) -> Values:
-        """The statistics by name and statistic; empty before the first call, and for what the last one did not have."""
+        """The statistics by name and statistic; empty before the first call that has some."""
         self.deliver()
         return self._values
 
@@ -76,8 +78,16 @@ class Watch:
         for (name, statistic), value in self._found.items():
             values.setdefault(name, {})[statistic] = value.item()
         self._values, self._found = values, {}
-        if self.to is not None and self._hands_on:
+        if self.to is None or not self._hands_on:
+            return
+        try:
             _write(self.to, self.call, values)
+        except Exception as error:  # in a call that other ranks have begun
+            self.to = None
+            warn_user(
+                f"what watch({self.spec.pattern!r}) was to hand its values to gets no more, since it raised "
+                f"{type(error).__name__}: {error}"
+            )
 
 
 class Watches:
@@ -114,7 +124,7 @@ def watch_of(pattern: Any, statistics: Sequence[Any], every: Any, as_one: Any, t
     """Check the arguments of ``step.watch``. Raises ``TypeError`` or ``ValueError`` for what cannot be watched."""
     if not isinstance(pattern, str) or not pattern:
         raise TypeError(f'expected the names to watch as text, such as "*.grad", got {pattern!r}')
-    unknown = [each for each in statistics if each not in STATISTICS]
+    unknown = [each for each in statistics if not isinstance(each, str) or each not in STATISTICS]
     if unknown or not statistics:
         raise ValueError(f"expected statistics among {', '.join(STATISTICS)}, got {', '.join(map(repr, statistics))}")
     if type(every) is not int or every < 1:

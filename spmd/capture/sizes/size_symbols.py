@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..._torch import DimDynamic, ShapeEnv, constant_source
+from ..._torch import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv, constant_source
 from ...call.dynamic_dims import DynamicSize
 from ...call.inputs import BatchInput
+from ...call.refusals import answer
 from ...interpreter.source_lines import user_line
 
 LEAST = 2  # torch takes a symbolic size for neither 0 nor 1, which broadcast
@@ -23,7 +24,10 @@ class NumberEnv(ShapeEnv):
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
         """The value of a condition on symbols, which becomes a guard."""
         known = len(self.guards)
-        result = super().evaluate_expr(*args, **kwargs)
+        try:
+            result = super().evaluate_expr(*args, **kwargs)
+        except GuardOnDataDependentSymNode as error:
+            return answer(error, *_stand_ins(error.cond))
         if self.has_ended and len(self.guards) > known:
             condition = self.guards.pop()
             raise AssertionError(f"the value of a number that each call reads was taken for known: {condition.expr}")
@@ -45,6 +49,13 @@ class SizeEnv(NumberEnv):
             line = user_line(sys._getframe(1))
             self.lines += [line] * (len(self.guards) - len(self.lines))
         return result
+
+
+def _stand_ins(condition: Any) -> tuple[Any, ...]:
+    """Values for one that the step asks for: both of a condition, and one number."""
+    if condition.is_Relational or condition.is_Boolean:
+        return False, True
+    return (1,) if condition.is_integer else (1.0,)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ guess. An op in the graph notes where a call's value is another one.
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,18 +21,28 @@ from torch import Tensor
 from passes.analysis.reachability import ancestors
 from passes.runtime.answers import asked
 
-from ..._torch import GuardOnDataDependentSymNode, TorchDispatchMode, get_proxy_mode
+from ..._torch import FakeTensor, GuardOnDataDependentSymNode, TorchDispatchMode, get_proxy_mode
 from ...answers.answer import Answer, Answers
 from ...answers.guess import guess
+from ...call.refusals import answer, chosen
 from ...interpreter.source_lines import user_frame, user_line
+from ...python_state.effects import writes
+from .. import unsupported
+from ..explain_errors import BACKWARD
 from ..provenance import proxy_node, symbol_node
 from ..unsupported import Refused
 from .known_values import known_value
 
 aten = torch.ops.aten
 
-_QUESTIONS = (aten.is_nonzero.default, aten._local_scalar_dense.default, aten.equal.default)
-BACKWARD = os.path.join("torch", "autograd", "graph.py")
+_QUESTIONS = (aten.is_nonzero.default, aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default)
+_REFUSED = (
+    "it branches on the value of a tensor, which a step cannot {}. Select with torch.where instead of branching, "
+    "return the tensor and look at it outside of the step, or replace the submodule through spmd.Override."
+)
+_ASKING = (unsupported.__file__, writes.__file__)
+TRUTH_OF_TENSORS = Tensor.__bool__
+_TURNS = 8  # times that a guess stands at one line
 _MOST = 1_000  # questions of one call: a loop that a guess would never end
 _TESTS = {"isfinite": torch.isfinite, "isnan": torch.isnan, "isinf": torch.isinf}  # functions of ``math``
 
@@ -52,8 +61,9 @@ class Questions(TorchDispatchMode):
         self.values: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        truth = _truth(func, args) if func in _QUESTIONS and not _is_of_anomaly_mode(sys._getframe(1)) else None
-        return func(*args, **(kwargs or {})) if truth is None else self._answer(truth)
+        kwargs = kwargs or {}
+        truth = _truth(func, args, kwargs) if func in _QUESTIONS and not _is_of_anomaly_mode(sys._getframe(1)) else None
+        return func(*args, **kwargs) if truth is None else self._answer(truth)
 
     @contextmanager
     def of_numbers(self, are_of_state: Callable[[Exception], bool]) -> Iterator[None]:
@@ -64,30 +74,46 @@ class Questions(TorchDispatchMode):
         """
         holds: Callable[[Any], bool] = torch.SymBool.__bool__
         before = {name: getattr(math, name) for name in _TESTS}
+        plain = {cls: vars(cls).get("__bool__") for cls in (torch.SymBool, torch.SymInt, torch.SymFloat, Tensor)}
 
         def truth(condition: torch.SymBool) -> bool:
-            frame = sys._getframe(1)
-            is_users = user_frame(frame) is frame
+            return answered(condition, sys._getframe(1))
+
+        def answered(condition: torch.SymBool, frame: FrameType) -> bool:
+            may_be_nan = _may_ask(frame) and _may_be_nan(condition)
             try:
                 found = holds(condition)
-                if not is_users or not _may_be_nan(condition):
+                if not may_be_nan:
                     return found
             except GuardOnDataDependentSymNode as error:
-                if not is_users or are_of_state(error):
+                if not _may_ask(frame) or are_of_state(error):
+                    raise
+            except Exception:  # torch's, of an infinite number
+                if not may_be_nan:
                     raise
             return self._answer(_as_tensor(condition, torch.bool))
+
+        def is_not_zero(number: Any) -> bool:
+            condition = number != 0
+            return answered(condition, sys._getframe(1)) if isinstance(condition, torch.SymBool) else bool(condition)
+
+        def is_true(tensor: Tensor) -> bool:
+            is_number = tensor.dtype is not torch.bool and tensor.numel() == 1 and isinstance(tensor, FakeTensor)
+            return bool(TRUTH_OF_TENSORS(tensor != 0 if is_number else tensor))
 
         def test(name: str, x: Any) -> bool:
             if not isinstance(x, torch.SymFloat) or x.node.hint is not None:
                 return bool(before[name](x))
             return self._answer(_TESTS[name](_as_tensor(x, torch.float64)))
 
-        torch.SymBool.__bool__ = truth  # type: ignore[method-assign]
         vars(math).update({name: partial(test, name) for name in _TESTS})
+        for cls, method in zip(plain, (truth, is_not_zero, is_not_zero, is_true), strict=True):
+            cls.__bool__ = method  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            torch.SymBool.__bool__ = holds  # type: ignore[method-assign]
+            for cls, own in plain.items():
+                delattr(cls, "__bool__") if own is None else setattr(cls, "__bool__", own)
             vars(math).update(before)
 
     def _answer(self, truth: Tensor) -> bool:
@@ -95,33 +121,33 @@ class Questions(TorchDispatchMode):
         if known is not None:
             return bool(known)
         where, number = user_line(sys._getframe(2)), len(self.answers)
-        self._check(where, number)
-        answer = self._chosen(truth, where, number)
-        self.answers.append(Answer(answer, where))
-        self.values.append(asked(truth.detach().reshape(()), number, answer))
-        return answer
+        if self._refused:
+            return answer(Refused(_REFUSED.format(self._refused)), False, True)
+        if number == _MOST:
+            raise Refused(f"it asks for the value of a tensor {_MOST} times in one call, the last time at {where}.")
+        found = self._chosen(truth, where, number)
+        self.answers.append(Answer(found, where))
+        self.values.append(asked(truth.detach().reshape(()), number, found))
+        return found
 
     def _chosen(self, truth: Tensor, where: str, number: int) -> bool:
+        of_check = chosen(False, True)
+        if of_check is not None:
+            return of_check
         if number < len(self._known):
             return self._known[number].value
         if number < len(self._likely) and self._likely[number].where == where:
             return self._likely[number].value
         mode = get_proxy_mode()
-        return guess(proxy_node(truth, mode.tracer)) if mode is not None else False
-
-    def _check(self, where: str, number: int) -> None:
-        if self._refused:
-            raise Refused(
-                f"it branches on the value of a tensor, which a step cannot {self._refused}. Select with torch.where "
-                "instead of branching, return the tensor and look at it outside of the step, or replace the submodule "
-                "through spmd.Override."
-            )
-        if number == _MOST:
-            raise Refused(f"it asks for the value of a tensor {_MOST} times in one call, the last time at {where}.")
+        guessed = guess(proxy_node(truth, mode.tracer)) if mode is not None else False
+        turns = sum(each.where == where for each in self.answers)
+        return guessed is (turns < _TURNS)  # a loop ends
 
 
-def _truth(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor whose truth an op asks for; None if it asks for something else, or raises."""
+    if func is aten.allclose.default:
+        return torch.isclose(*args, **kwargs).all()
     if func is aten.equal.default:
         one, other = args
         return torch.eq(one, other).all() if one.shape == other.shape else None
@@ -139,6 +165,11 @@ def _is_of_anomaly_mode(frame: FrameType | None) -> bool:
     while frame is not users and frame is not None and not frame.f_code.co_filename.endswith(BACKWARD):
         frame = frame.f_back
     return frame is not users
+
+
+def _may_ask(frame: FrameType) -> bool:
+    """Whether code of the user's asks, or ours for what a step returns or keeps; torch's asks for what kernels need."""
+    return user_frame(frame) is frame or frame.f_code.co_filename in _ASKING
 
 
 def _may_be_nan(condition: torch.SymBool) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..._torch import FakeTensor
+from ...call.refusals import answer
 from ...interpreter.foreign_code import is_foreign_frame
 from ..unsupported import Refused
 from .tensor_checks import VALUE, writes_message
@@ -38,7 +39,7 @@ def tensors_as_text() -> Iterator[None]:
                 return original(tensor, *args, **kwargs)
             if writes_message(sys._getframe(1)):
                 return VALUE
-            raise Refused(_TEXT)
+            return answer(Refused(_TEXT), VALUE)
 
         return format
 
@@ -77,7 +78,7 @@ def _of_value(cls: type, name: str, original: Callable[..., Any]) -> Callable[..
         if is_foreign_frame(sys._getframe(1)):
             return original(number, *args)
         if not number.node.has_hint():
-            raise Refused(_TEXT)
+            return answer(Refused(_TEXT), 0 if name == "__hash__" else VALUE)
         return method(plain(number), *args)
 
     return of_value

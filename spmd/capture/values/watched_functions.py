@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..._torch import TorchFunctionMode, disable_modes
+from ..._torch import FakeTensor, TorchFunctionMode, disable_modes
 from ...call.inputs import BatchInput, is_apart, is_index
+from ...call.refusals import answer, passes, refuse
 from ...python_state.reads import Reads, is_array
 from ..tensor_attributes import is_real
 from ..unsupported import Refused
@@ -19,6 +20,11 @@ from .known_values import known_value
 _STRIDES = {Tensor.is_contiguous, Tensor.stride, Tensor.as_strided, torch.as_strided}
 _TO_HOST = ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")
 _TAKES_VALUES = {getattr(Tensor, name) for name in _TO_HOST}
+_STAND_INS: dict[Any, Callable[[Tensor], Any]] = {  # of a check, for values that no trace has
+    Tensor.numpy: Tensor.numpy,
+    Tensor.__array__: Tensor.numpy,
+    Tensor.tolist: lambda tensor: tensor.tolist(),
+}
 _JOINED: tuple[Any, ...] = (Tensor.grad, Tensor.is_leaf, Tensor.grad_fn)  # what an argument has of its graph
 
 
@@ -49,9 +55,10 @@ class WatchedFunctions(TorchFunctionMode):
         if func in _STRIDES and not self._is_of_parameter(given[0]):
             self._note_strides(is_index(given[0]))
         if func is Tensor.data_ptr:
-            raise Refused(
+            error = (
                 "it asks for the address of a tensor, and a compiled step has its own. Ask whether two are one by `is`."
             )
+            return answer(Refused(error), 0)
         if self.joined and func.__name__ == "__get__" and func.__self__ in _JOINED and id(args[0]) in self.joined:
             name = self.joined[id(args[0])]
             raise Refused(
@@ -63,7 +70,13 @@ class WatchedFunctions(TorchFunctionMode):
         classes = (kwargs or {}).get("num_classes", args[1] if len(args) > 1 else -1)
         if func is F.one_hot and classes == -1 and known_value(given[0]) is None:
             raise Refused("it asks for the largest class. Say how many there are: F.one_hot(x, num_classes).")
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            if func not in _STAND_INS or not isinstance(given[0], FakeTensor) or not passes(error):
+                raise
+            with disable_modes():
+                return _STAND_INS[func](torch.zeros(tuple(given[0].shape), dtype=given[0].dtype))
 
     def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
         with disable_modes():
@@ -81,7 +94,8 @@ class WatchedFunctions(TorchFunctionMode):
         self._reads.layouts_read.add(of_index)
         for each in (x for x in self._strided if is_index(x.value) == of_index):
             name, strides = each.name, each.value.stride()
-            raise Refused(
+            refuse(
+                Refused,
                 f"it asks for the strides of a tensor, and its argument {name} has strides {strides}, where a compiled "
-                f"step takes contiguous arguments. Pass {name}.contiguous()."
+                f"step takes contiguous arguments. Pass {name}.contiguous().",
             )

@@ -17,6 +17,7 @@ from torch import nn
 from passes import CaptureError
 
 from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, MODULE_NOTES, PARAMETERS, RNN_NOTES, tree_flatten
+from ...call.refusals import refuse
 from ..reads import MISSING, Change, ContainerSnapshot, Reads, ReadSite, containers_in, content_of
 
 # Attributes that are state, handled elsewhere, or torch's own notes.
@@ -92,9 +93,9 @@ def contain_group_list_effects(path: str, optimizer: torch.optim.Optimizer) -> I
     try:
         yield
         if vars(optimizer).get("param_groups", groups) is not groups:
-            raise CaptureError(f"the step replaces {path}.param_groups. Write into the groups, or do so outside")
+            refuse(CaptureError, f"the step replaces {path}.param_groups. Write into the groups, or do so outside")
         if len(groups) != len(before):
-            raise CaptureError(f"the step changes the number of {path}.param_groups. Do so outside of the step")
+            refuse(CaptureError, f"the step changes the number of {path}.param_groups. Do so outside of the step")
     finally:
         groups[:] = before
         if vars(optimizer).get("param_groups", groups) is not groups:

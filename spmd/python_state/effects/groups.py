@@ -10,13 +10,15 @@ import torch
 from passes import CaptureError
 
 from ..._torch import tree_flatten
-from ..reads import MISSING
+from ...call.refusals import refuse
+from ..lines import line_naming
+from ..reads import MISSING, Reads
 from .carried import Carried
 from .writes import GroupEntry, Write
 
 
 def group_changes(
-    groups: Iterable[tuple[str, int, dict[str, Any], dict[str, Any]]], carried: Carried
+    groups: Iterable[tuple[str, int, dict[str, Any], dict[str, Any]]], carried: Carried, reads: Reads
 ) -> tuple[list[Write], Carried]:
     """Each call's writes to groups, given as (optimizer, index, group, its entries before), and what to carry.
 
@@ -29,18 +31,21 @@ def group_changes(
             if new is old:
                 continue
             entry = GroupEntry(path, index, key)
-            _check(entry, old, new)
+            _check(entry, old, new, reads)
             if type(old) is int and (path, index, key) not in carried.counters:
                 missing.add((path, index, key))
             writes.append(Write(entry, *tree_flatten(new), in_place=False))
     return writes, Carried(counters=frozenset(missing))
 
 
-def _check(entry: GroupEntry, old: Any, new: Any) -> None:
+def _check(entry: GroupEntry, old: Any, new: Any, reads: Reads) -> None:
     numbers = (int, float, torch.SymInt, torch.SymFloat)
     values = [new] if old is MISSING else [old, new]
     if not all(isinstance(value, numbers) and not isinstance(value, bool) for value in values):
-        raise CaptureError(
-            f"the step changes {entry.name}, which is no number: a compiled step would do so only once, while it is "
-            "traced. Change it outside of the step, and keep tensors in self.state[parameter]"
+        line = line_naming(reads.code, str(entry.key))
+        refuse(
+            CaptureError,
+            f"the step changes {entry.name}{f' at {line}' if line else ''}, which is no number: a compiled step would "
+            "do so only once, while it is traced. Change it outside of the step, and keep tensors in "
+            "self.state[parameter]",
         )

@@ -11,6 +11,7 @@ import torch
 from passes import CaptureError
 
 from ..._torch import HOOK_DICTS, OPTIMIZER_HOOK_DICTS, accumulation_hooks, global_hooks, gradient_hooks
+from ...call.refusals import refuse
 from ...interpreter.foreign_code import is_library_file
 from ..lines import line_naming
 from ..reads import Reads
@@ -42,10 +43,11 @@ def refuse_lasting_hooks(
         changed += [name for name, hooks in of_fakes.items() if _hooks_on(fakes[name]) != hooks]
         if changed:
             line = _line(reads)
-            raise CaptureError(
+            refuse(
+                CaptureError,
                 f"the step registers or removes a hook of {changed[0]}{f' at {line}' if line else ''} that outlasts "
                 "the call, which a compiled step would do only once, while it is traced. Register hooks before the "
-                "first call and remove them between calls, or do both in the step (handle.remove())"
+                "first call and remove them between calls, or do both in the step (handle.remove())",
             )
     finally:
         for _, hooks, entries in before:

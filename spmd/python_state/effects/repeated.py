@@ -15,6 +15,7 @@ import torch
 from passes import CaptureError
 
 from ..._torch import TreeSpec, tree_flatten, tree_unflatten
+from ...call.refusals import refuse
 from ...call.state import Arguments
 from ..reads.journals import Journal, Written
 from ..reads.logging_calls import LogCall
@@ -92,10 +93,11 @@ def effects_of(written: Iterable[Written]) -> list[Effect]:
     found = []
     for each in written:
         if each.changed():
-            raise CaptureError(
+            refuse(
+                CaptureError,
                 "what is printed or logged is changed later in the step, and would be shown as it is in the end: "
                 "print or log a clone\n"
-                f"    {each.line}"
+                f"    {each.line}",
             )
         leaves, spec = tree_flatten((each.args, each.kwargs))
         target = _target(each.journal)

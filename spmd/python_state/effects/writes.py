@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from passes import CaptureError
 
 from ..._torch import FakeTensor, TreeSpec, tree_flatten, tree_unflatten
+from ...call.refusals import refuse
 from ...call.state import Arguments
 from ..lines import line_naming
 from ..reads import Change, Lines, Reads, ReadSite, containers_in, passed_on
@@ -131,12 +132,12 @@ class _Explained:
     reads: Reads
     source_of: Callable[[torch.Tensor], str]
 
-    def refuse(self, what: str, alternative: str, tensor: Any = None, line: str = "") -> NoReturn:
-        """Raise ``CaptureError``: the step ``what`` <the site> at its line, and the ``alternative``."""
+    def refuse(self, what: str, alternative: str, tensor: Any = None, line: str = "") -> None:
+        """Refuse: the step ``what`` <the site> at its line, and the ``alternative``."""
         site = self.change.site
         found = self.source_of(tensor) if isinstance(tensor, FakeTensor) else ""
         line = line or line_naming(self.reads.code, site.key) or found
-        raise CaptureError(f"the step {what} {site.name}{f' at {line}' if line else ''}. {alternative}")
+        refuse(CaptureError, f"the step {what} {site.name}{f' at {line}' if line else ''}. {alternative}")
 
 
 def _to_carry(change: Change, explained: _Explained) -> Carried:
@@ -178,8 +179,9 @@ def check_effect(effect: Effect) -> None:
     """Raise ``CaptureError``, at the user's line, if a call cannot repeat an effect."""
     held = [leaf for leaf in effect.leaves if _held_by(leaf)]
     if held:
-        raise CaptureError(
-            f"the step puts a {type(held[0]).__name__} that holds tensors in {effect.name} at {effect.line}. {_KEPT}"
+        refuse(
+            CaptureError,
+            f"the step puts a {type(held[0]).__name__} that holds tensors in {effect.name} at {effect.line}. {_KEPT}",
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from passes import CaptureError
 
+from ...call.refusals import refuse
 from ...interpreter.collector_callbacks import is_in_callback
 from ...interpreter.foreign_code import is_foreign_frame
 from ...interpreter.source_lines import user_lines
@@ -50,9 +51,10 @@ def _refusing(name: str, clock: Callable[[], Any]) -> Callable[[], Any]:
         caller = sys._getframe(1)
         if threading.get_ident() != thread or is_foreign_frame(caller) or is_in_callback(caller):
             return clock()
-        raise CaptureError(
+        refuse(
+            CaptureError,
             f"the step asks time.{name}(), and each call of its program would get the time at which it was traced: "
-            f"measure, and draw progress bars, outside of the step\n    {user_lines(caller)}"
+            f"measure, and draw progress bars, outside of the step\n    {user_lines(caller)}",
         )
 
     return ask

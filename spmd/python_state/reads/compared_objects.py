@@ -18,6 +18,7 @@ import torch
 
 from passes import CaptureError
 
+from ...call.refusals import refuse
 from ..lines import line_naming
 from .contents import LARGE, is_array
 
@@ -71,7 +72,7 @@ class ComparedObjects:
         """Raise ``CaptureError`` if the step changed one; ``code`` is what ran."""
         for each in self._moved:
             line = line_naming(code, each.key)
-            raise CaptureError(each.reason.format(name=each.name) + (f"\n    {line}" if line else ""))
+            refuse(CaptureError, each.reason.format(name=each.name) + (f"\n    {line}" if line else ""))
 
 
 _Access = tuple[Callable[[], Any], Callable[[Any], Any]]  # (read, write) of an object's state

@@ -11,10 +11,11 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from passes import CaptureError
 
+from ...call.refusals import passes, refuse, taken
 from ...interpreter.foreign_code import is_foreign_file, is_foreign_module, is_library_file
 from ...interpreter.source_lines import user_lines
 
@@ -55,10 +56,14 @@ _METHODS = {  # by class, with those derived from it that are no user's: what mo
 }
 
 
+Refuse = Callable[[str, Callable[[], Any]], Any]
+"""Takes the reason that a method is refused, and a function that calls it; raises, or returns a stand-in."""
+
+
 class Refusing:
     """Stands in the place of ``value``; ``methods`` are refused, each with its reason, to this thread."""
 
-    def __init__(self, value: Any, methods: dict[str, str], refuse: Callable[[str], NoReturn]) -> None:
+    def __init__(self, value: Any, methods: dict[str, str], refuse: Refuse) -> None:
         self._value, self._methods, self._refuse, self._thread = value, methods, refuse, threading.get_ident()
 
     def _is_refused(self, caller: types.FrameType) -> bool:
@@ -79,9 +84,10 @@ class Refusing:
 
     def _refused(self, key: str) -> Callable[..., Any]:
         def refused(*args: Any, **kwargs: Any) -> Any:
-            if self._is_refused(sys._getframe(1)):
-                self._refuse(self._methods[key])
-            return getattr(self._value, key)(*args, **kwargs)
+            def call() -> Any:
+                return getattr(self._value, key)(*args, **kwargs)
+
+            return self._refuse(self._methods[key], call) if self._is_refused(sys._getframe(1)) else call()
 
         return refused
 
@@ -129,8 +135,8 @@ class Refusals:
         self._by_id[id(value)] = value, made
         return made
 
-    def _refusing(self, name: str) -> Callable[[str], NoReturn]:
-        return lambda reason: self.refuse(f"the step {reason.format(name=name)}")
+    def _refusing(self, name: str) -> Refuse:
+        return lambda reason, call: self.refuse(reason, name, call)
 
     @contextmanager
     def refused_streams(self) -> Iterator[None]:
@@ -146,22 +152,29 @@ class Refusals:
         finally:
             vars(sys).update({name: before[name] for name in made if getattr(sys, name) is made[name]})
 
-    def refuse(self, message: str) -> NoReturn:
-        """Raise ``CaptureError`` at the user's line; ``check`` raises it again if the step's code catches it."""
+    def refuse(self, reason: str, name: str, call: Callable[[], Any]) -> Any:
+        """Raise ``CaptureError`` at the user's line; ``check`` raises it again if the step's code catches it.
+
+        A check that goes on gets what ``call`` takes in its first trace; nothing is written, or read, for it.
+        """
         frame = sys._getframe(2)
         while is_foreign_file(frame.f_code.co_filename) and frame.f_back is not None:
             frame = frame.f_back
-        self._raised.append(CaptureError(f"{message}\n    {user_lines(frame)}"))
-        raise self._raised[-1]
+        error = CaptureError(f"the step {reason.format(name=name)}\n    {user_lines(frame)}")
+        if reason is not _READS and passes(error):
+            return taken(error, call) if reason is _TAKES else None
+        self._raised.append(error)
+        raise error
 
     def check(self) -> None:
         """Raise what the step caught, and refuse what no stand-in could watch."""
         if self._raised:
             raise self._raised[0]
         if self.in_vain:
-            raise CaptureError(
+            refuse(
+                CaptureError,
                 f"the step reads {self.in_vain[0]}, an iterator, file or queue in a tuple or a set, which no call of "
-                "its program would move on: keep it outside of the step, and pass its values as arguments"
+                "its program would move on: keep it outside of the step, and pass its values as arguments",
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -218,3 +219,47 @@ def test_a_program_of_another_size_is_traced_for_the_answer_of_the_call_before()
     assert [float(step(torch.ones(size)).sum()) for size in (2, 3, 5)] == [4, 6, 10]
     assert len(step.programs) == 4  # of the first size a guess, too
     assert float(step(-torch.ones(5)).sum()) == -15 and len(step.programs) == 5
+
+
+def _of_kinds(t: Tensor) -> Any:
+    return t + 1 if t.sum() else t - 1, 1 if (t > 2).sum() else 2, 1 if not t.mean() else 2
+
+
+def _of_items(t: Tensor) -> Any:
+    v, n = t.sum().item(), (t > 1).sum().item()
+    return [1 if v else 2, 1 if n else 2, v != v, v > 1 and v < 9, {"large": v > 3}, v >= -math.inf]
+
+
+def _allclose(t: Tensor) -> Any:
+    return t * 2 if torch.allclose(t, t.round()) else t * 3
+
+
+def _grows(t: Tensor) -> Any:
+    turns = 0
+    while t.abs().sum() < 10 and turns < 12:
+        t, turns = t * 2 + 0.1, turns + 1
+    return t, turns
+
+
+def _kept(t: Tensor, log: list[Any], notes: dict[str, Any]) -> Tensor:
+    log.append(t.sum().item() > 3)
+    notes["bad"] = t.sum().item() != t.sum().item()
+    return t
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("function", [_of_kinds, _of_items, _allclose, _grows], ids=lambda each: each.__name__)
+def test_questions_of_each_kind_are_answered(function: Any) -> None:
+    step = spmd.compile(function)
+    for values in ([1.0, 2.0], [0.0, 0.0], [3.0, 4.5], [math.nan, 1.0], [1.0, 2.0]):
+        t = torch.tensor(values, dtype=torch.float64)
+        torch.testing.assert_close(step(t), function(t), equal_nan=True)
+
+
+@pytest.mark.usefixtures("alone")
+def test_conditions_that_a_step_keeps_are_bools() -> None:
+    step, ours, theirs = spmd.compile(_kept), ([], {"bad": None}), ([], {"bad": None})  # type: ignore[var-annotated]
+    for values in ([1.0, 1.0], [3.0, 4.5], [math.nan, 1.0]):
+        t = torch.tensor(values, dtype=torch.float64)
+        step(t, *ours), _kept(t, *theirs)
+        assert ours == theirs and type(ours[0][-1]) is type(ours[1]["bad"]) is bool

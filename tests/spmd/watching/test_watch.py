@@ -159,7 +159,7 @@ def test_a_step_that_is_watched_computes_the_same_and_takes_one_program() -> Non
 @pytest.mark.parametrize("pattern, words", [
     ("0.weihgt.grad", r"none of the 4 parameters .* such as model\.0\.weight"),
     ("layers.*.output", r"none of the 4 modules of the step"),
-    ("0.weight.exp_average", r"none of the 4 parameters"),
+    ("0.wight.exp_avg", r"none of the 4 parameters"),
 ])  # fmt: skip
 def test_a_name_that_fits_nothing_is_an_error_of_the_next_call(pattern: str, words: str) -> None:
     step, call = built()
@@ -169,10 +169,52 @@ def test_a_name_that_fits_nothing_is_an_error_of_the_next_call(pattern: str, wor
         call(1)
     watch.stop()
     call(1)
+    watch = step.watch("0.weight.exp_average")
+    with pytest.raises(spmd.CaptureError, match="keep no tensors under 'exp_average', but step, exp_avg, exp_avg_sq"):
+        call(2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_handed_to_may_raise_once_and_gets_no_more() -> None:
+    step, call = built()
+    seen: list[int] = []
+
+    def to(number: int, values: Any) -> None:
+        seen.append(number)
+        raise OSError("disk full")
+
+    watch = step.watch("*.grad", to=to)
+    call(0)
+    with pytest.warns(UserWarning, match=r"watch\('\*\.grad'\) .* gets no more, since it raised OSError: disk full"):
+        call(1)
+    call(2)
+    assert seen == [1] and watch.values and watch.call == 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_update_that_a_scaler_takes_back_is_none() -> None:
+    @spmd.compile
+    def step(model: nn.Module, optimizer: Any, scaler: Any, x: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 0))
+    optimizer = torch.optim.Adam(model[0].parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    model[1] = nn.Identity()
+    update, state = step.watch("*.update"), step.watch("*.exp_avg", "max")
+    step(model, optimizer, scaler, torch.ones(4, 3))
+    kept = dict(state.values)
+    assert update.values["model.0.weight.update"]["norm"] > 0
+    step(model, optimizer, scaler, torch.full((4, 3), torch.nan))
+    assert {values["norm"] for values in update.values.values()} == {0.0} and state.values == kept
 
 
 @pytest.mark.parametrize("given, error", [
     (("*.grad", "median"), "expected statistics among norm, max, zeros, nan, got 'median'"),
+    (("*.grad", ["norm"]), r"expected statistics among norm, max, zeros, nan, got \['norm'\]"),
     ((3,), 'expected the names to watch as text, such as "\\*.grad", got 3'),
 ])  # fmt: skip
 def test_arguments_are_checked_at_once(given: Any, error: str) -> None:

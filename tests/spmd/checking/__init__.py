@@ -1,0 +1,1 @@
+"""``spmd check``: what it finds in steps, and in scripts as people write them."""

@@ -1,0 +1,1 @@
+"""Training scripts with three refusals each; a refused line ends with a mark."""
