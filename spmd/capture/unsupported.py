@@ -92,7 +92,7 @@ def check_results(leaves: Sequence[Any]) -> None:
 
 
 def with_known_numbers(leaf: Any) -> Any:
-    """What the step returns or keeps, with values for symbols that no call computes anew.
+    """Return what the step returns or keeps, with values for symbols that no call computes anew.
 
     These are conditions, each with a program for its answer, and what an array of numpy's has.
     """

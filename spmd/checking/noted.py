@@ -24,7 +24,7 @@ _IN_A_ROW = 4  # times that a condition, or an iterator, gives one answer in a r
 
 @dataclass(frozen=True)
 class Site:
-    """A place at which a step is refused. ``at``: of the instruction; ``text``: the message, if that is the same in each trace."""
+    """A place at which a step is refused. ``at``: of the instruction; ``text``: the message, if it stays the same."""
 
     kind: str
     file: str
@@ -90,7 +90,7 @@ class Noted:
         return type(first)((first, *_OTHERS)[turn % (1 + len(_OTHERS))])
 
     def kept(self, error: Exception, make: Callable[[], Any]) -> Any:
-        """Return what was taken once, with zeros that the trace makes in the place of tensors; a loop gets it a few times."""
+        """Return what was taken once, with zeros in the place of tensors; a loop gets it a few times."""
         site = Site.of(error, sys._getframe(1))
         times = self._asked[site] = self._asked.get(site, 0) + 1
         if times > _IN_A_ROW:
