@@ -7,6 +7,7 @@ is passed.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from passes.ir.ops import Trait, has
 
 aten = torch.ops.aten
 
+_MOST = 4  # traces of other answers, where what a guess leads to cannot be traced
 _LESS = (aten.lt, aten.le)
 _AND = (aten.mul, aten.logical_and, aten.bitwise_and, aten.__and__)
 _OR = (aten.add, aten.logical_or, aten.bitwise_or, aten.__or__)
@@ -25,7 +27,7 @@ _OF_ONE = (aten.all, aten.any, aten.clone, aten._to_copy, aten.detach)
 
 def guess(node: Any) -> bool:
     """The answer to "is the value of this traced node true?", where its numbers are finite and below all limits."""
-    op = getattr(node.target, "overloadpacket", None) if isinstance(node, fx.Node) else None
+    op = _op_of(node)
     if op in (aten.eq, aten.ne):
         return _are_equal(*node.args[:2]) is (op is aten.eq)
     if op in _LESS:
@@ -35,9 +37,15 @@ def guess(node: Any) -> bool:
         return all(found) if op in _AND else any(found)
     if op in _NOT:
         return not guess(node.args[0])
+    if op is aten.any and _op_of(node.args[0]) is aten.eq:
+        return True  # some row chose this expert, say
     if op in _OF_ONE or (op is not None and has(node.target, Trait.VIEW)):
         return guess(node.args[0])
     return False
+
+
+def _op_of(node: Any) -> Any:
+    return getattr(node.target, "overloadpacket", None) if isinstance(node, fx.Node) else None
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -45,3 +53,30 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(other, float) and math.isinf(other):
         return False
     return one is other
+
+
+class Backtracking:
+    """Other guesses, where a trace raises behind some: no call may ever go there. ``values``: those of the next trace.
+
+    The last guess is taken back first. ``first``: the error of the first trace, which is raised if all end in one.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[bool] = []
+        self.first: Exception | None = None
+        self._is_second: list[bool] = []  # of each, whether both answers have been tried
+        self._traces = 0
+
+    def goes_on(self, error: Exception, guessed: Sequence[bool]) -> bool:
+        """Whether another trace may come to its end, after one that raised behind the answers ``guessed``."""
+        self.first, self._traces = self.first or error, self._traces + 1
+        del self.values[len(guessed) :], self._is_second[len(guessed) :]
+        more = guessed[len(self.values) :]
+        self.values += more
+        self._is_second += [False] * len(more)
+        while self._is_second and self._is_second[-1]:
+            self.values.pop(), self._is_second.pop()
+        if not self.values or self._traces == _MOST:
+            return False
+        self.values[-1], self._is_second[-1] = not self.values[-1], True
+        return True

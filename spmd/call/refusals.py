@@ -40,6 +40,11 @@ def listening(listener: Listener) -> Iterator[None]:
         _listener = before
 
 
+def is_heard() -> bool:
+    """Whether a check listens."""
+    return _listener is not None
+
+
 def passes(error: Exception) -> bool:
     """Whether a check goes on behind ``error``; what is not passed has to be raised."""
     return _listener is not None and _listener.passes(error)

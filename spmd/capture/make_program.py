@@ -20,10 +20,11 @@ from passes.ir.ops import Trait, has
 from passes.ir.origin import Origin
 
 from .._torch import rename_placeholder
+from ..answers.guess import Backtracking
 from ..call.argument_logs import Log, LogsFound
 from ..call.call import Call
 from ..call.dynamic_dims import with_sizes
-from ..call.refusals import refuse
+from ..call.refusals import is_heard, refuse
 from ..python_state.effects.carried import Carried
 from ..python_state.reads import Journals, Lines, Reads
 from ..python_state.retries import Retries
@@ -158,13 +159,15 @@ def _traced(
     no use.
     """
     lifts_anywhere, fixes_carried, fixed, retries = False, False, set[int](), retraced()
+    backtracking = Backtracking()
     passed = {id(leaf.value.container): leaf.value for leaf in call.given.leaves if isinstance(leaf.value, Log)}
     logs, refused = [*(log.container for log in passed.values()), *carried.containers()], dict[int, Lines]()
     while True:
         call.count(carried.counters)
         reads = Reads(journals=Journals([each for each in logs if id(each) not in refused], refused))
         fakes = Fakes.of(call, carried, sizes)
-        trace = Trace(function, call, fakes, reads, carried, number_arguments, lifts_anywhere, fixed, fixes_carried)
+        settings = (number_arguments, lifts_anywhere, fixed, fixes_carried, backtracking.values)
+        trace = Trace(function, call, fakes, reads, carried, *settings)
         try:
             return trace, trace.graph_module()
         except LogsFound:
@@ -185,8 +188,10 @@ def _traced(
                 _check_logs(passed, refused)
             elif not lifts_anywhere and is_from_outside(error):
                 lifts_anywhere = True
+            elif trace.guessed and not is_heard() and backtracking.goes_on(error, trace.guessed):
+                continue
             elif takes_values or fixes_carried or not carried.numbers or isinstance(error, SpmdError):
-                raise
+                raise backtracking.first or error from None
             else:
                 fixes_carried = True
 

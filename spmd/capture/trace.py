@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -84,12 +84,14 @@ class Trace:
     lifts_anywhere: bool = False  # whether tensors that are no arguments, wherever the step reads them, are constants
     fixed_numbers: Collection[int] = ()  # which numbers that the step takes out of state are fixed
     fixes_carried: bool = False  # whether numbers that are inputs are their values, each with a program of its own
+    guesses: Sequence[bool] = ()  # of answers that no call has shown
     final: FinalState | None = None
     branches: list[Branch] = field(default_factory=list)
     answers: Answers = ()  # to what the step asks of values
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient the step clears before it reads it
     entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
     _state_branches: StateBranches | None = None
+    _questions: Questions | None = None
     _caches_casts: bool = True
     _modes: tuple[Any, ...] = ()  # function modes of the user's around the call
     _numbers: dict[str, Any] = field(default_factory=dict)  # symbols of arguments, by name
@@ -100,6 +102,12 @@ class Trace:
     def branched_on(self, error: Exception) -> set[int]:
         """The numbers taken out of state whose value the step asked for when it raised ``error``."""
         return self._state_branches.branched_on(error) if self._state_branches is not None else set()
+
+    @property
+    def guessed(self) -> list[bool]:
+        """The answers of the trace so far that no call has shown."""
+        found = self._questions.answers if self._questions is not None else []
+        return [each.value for each in found[len(self.call.answers) :]]
 
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the traced values of ``final``."""
@@ -146,7 +154,8 @@ class Trace:
             cleared = stack.enter_context(ClearedGradients(swap.fake_of))
             stack.enter_context(cleared.watch_zero_grad())
             watching = Watching(self.call.watched, swap.fake_of, names)
-            questions = stack.enter_context(Questions(self.call.answers, self.call.likely, self.call.asks_nothing))
+            questions = Questions(self.call.answers, self.guesses, self.call.likely, self.call.asks_nothing)
+            self._questions = stack.enter_context(questions)
             stack.enter_context(questions.of_numbers(lambda error: bool(branches.branched_on(error))))
             self.branches = stack.enter_context(branches).found
             constants = constant_attributes(self._submodules(), self.reads, self.lifts_anywhere)

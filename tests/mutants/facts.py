@@ -12,8 +12,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import spmd
+from spmd.answers.answer import Answer
 from spmd.cache import compile_cache
+from spmd.dispatch import Dispatch
 from spmd.running.kept_programs import KeptPrograms
+from spmd.watching.watch import Spec
 from tests.spmd.cache.test_stale_hits import CHANGES
 from tests.spmd.cache.trainer import FILES, TracedError, Trainer, batch
 
@@ -82,6 +85,22 @@ def clears_first(modules: Any, model: Any, optimizer: Any, patched: pytest.Monke
     patched.setattr(KeptPrograms, "cleared_first", lambda *_: frozenset({"model.first.weight"}))
 
 
+def of_call(name: str, value: Any) -> Callable[..., None]:
+    """A change of what a call was found to be before it looks for an entry."""
+
+    def change(modules: Any, model: Any, optimizer: Any, patched: pytest.MonkeyPatch) -> None:
+        original = Dispatch._call
+
+        def call(*given: Any) -> Any:
+            found = original(*given)
+            setattr(found, name, value)
+            return found
+
+        patched.setattr(Dispatch, "_call", call)
+
+    return change
+
+
 USES = ("    loss = F", "    HELD\n    loss = F")
 
 
@@ -111,6 +130,8 @@ FACTS: dict[str, Fact] = {
         of=Call(change=lambda m, model, *_: spmd.fully_shard(model.first, reshard_after_forward=False)),
     ),
     "without gradient": Fact(Call(change=clears_first)),
+    "answers": Fact(Call(change=of_call("answers", (Answer(True, "here"),)))),
+    "watched": Fact(Call(change=of_call("watched", (Spec("*.grad", ("norm",), as_one=False),)))),
     "live": Fact(Call(kwargs=(("smoothing", 0),)), frozenset({"leaves"})),
     "settings": Fact(Call(change=CHANGES["the default dtype"])),
     "mesh": Fact(Call(mode=on_another_mesh), frozenset({"options"})),

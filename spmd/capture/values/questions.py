@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -50,13 +50,13 @@ _TESTS = {"isfinite": torch.isfinite, "isnan": torch.isnan, "isinf": torch.isinf
 class Questions(TorchDispatchMode):
     """Answers questions while ``make_fx`` traces, and collects them: ``answers``, and the traced ``values``.
 
-    ``known``: the first answers, as a call has shown them; ``likely``: those of the call before, to the same questions.
-    ``refused``: the reason that the step may ask for none.
+    ``known``: the first answers, as a call has shown them, and ``guesses`` the next ones; ``likely``: those of the call
+    before, to the same questions. ``refused``: the reason that the step may ask for none.
     """
 
-    def __init__(self, known: Answers, likely: Answers, refused: str) -> None:
+    def __init__(self, known: Answers, guesses: Sequence[bool], likely: Answers, refused: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known, self._likely, self._refused = known, likely, refused
+        self._known, self._guesses, self._likely, self._refused = known, guesses, likely, refused
         self.answers: list[Answer] = []
         self.values: list[Tensor] = []
 
@@ -136,6 +136,8 @@ class Questions(TorchDispatchMode):
             return of_check
         if number < len(self._known):
             return self._known[number].value
+        if number < len(self._known) + len(self._guesses):
+            return self._guesses[number - len(self._known)]
         if number < len(self._likely) and self._likely[number].where == where:
             return self._likely[number].value
         mode = get_proxy_mode()

@@ -263,3 +263,23 @@ def test_conditions_that_a_step_keeps_are_bools() -> None:
         t = torch.tensor(values, dtype=torch.float64)
         step(t, *ours), _kept(t, *theirs)
         assert ours == theirs and type(ours[0][-1]) is type(ours[1]["bad"]) is bool
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_guess_behind_which_nothing_can_be_traced_is_taken_back() -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean() if x.sum() > 1 else torch.zeros(())  # which has no graph
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    model, optimizer = Branching("").build()
+    plain, other = copy.deepcopy(model), None
+    other = make_optimizer("SGD momentum", plain.parameters())
+    step, x, y = spmd.compile(train), torch.ones(4, 3).double(), torch.ones(4, 1).double()
+    for _ in range(3):
+        torch.testing.assert_close(step(model, optimizer, x, y), train(plain, other, x, y).detach())
+    assert len(step.programs) == 1
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        step(model, optimizer, -x, y)

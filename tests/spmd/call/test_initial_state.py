@@ -193,7 +193,7 @@ def test_large_state_is_stored_flat_all_the_same() -> None:
 def test_an_error_takes_the_state_back() -> None:
     def fails(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> Tensor:
         loss = train(model, optimizer, x)
-        return loss if loss > 0 else -loss
+        return loss if float(loss) > 0 else -loss
 
     model = _model()
     optimizer = optim.Adam(model.parameters())

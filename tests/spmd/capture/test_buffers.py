@@ -258,7 +258,9 @@ IN_TURN = (*THREE_IN_TURN, *((style, 2) for style, _ in THREE_IN_TURN))
 @pytest.mark.parametrize("is_due", [lambda calls: calls.item() % 2 == 0, lambda calls: int(calls) > 3])
 def test_a_branch_on_a_number_that_each_call_changes_is_refused(is_due: Any) -> None:
     model = Counting(is_due).double()
-    with pytest.raises(spmd.CaptureError, match=r"branches on the value of model.calls, .*\(if calls == 0, not"):
+    with pytest.raises(
+        spmd.CaptureError, match=r"branches on the value of model.calls at .*, which is .*\(if calls == 0, not"
+    ):
         spmd.compile(lambda model, x: model(x).sum())(model, torch.ones(4, 6, dtype=torch.float64))
     assert not model.calls
 

@@ -20,7 +20,7 @@ def printed(rank: int, world: int) -> str:
     @spmd.compile
     def step(model: nn.Module, x: Tensor) -> Tensor:
         loss: Tensor = model(x).sum()
-        return loss * 2 if loss > 0 else loss
+        return loss * 2 if float(loss) > 0 else loss
 
     stream, before = io.StringIO(), sys.excepthook
     try:
