@@ -311,7 +311,7 @@ class Dispatch:
         """Let a call that has changed nothing run a program of another answer to a question; all ranks call this."""
         assert turn.call is not None, "a call that has begun was read"
         compiled.give_back()
-        turn.call.made.remove()  # the other program may make none
+        turn.call.remove_made()  # the other program may make none
         turn.answers = with_other(compiled.captured.answers, number)
         self._fit_again(turn, turn.call.given)
         self._agree(turn)

@@ -74,7 +74,7 @@ class Call:
         self.given, self.mode, self.uneven = given, mode, dict(uneven or {})
         self.replaced: list[weakref.ref[torch.Tensor]] = []  # parameters that were split, once they are
         self.initial = InitialState()  # of optimizers, made for this call, while it compiles
-        self.made = self.initial  # the same, once it has
+        self.remove_made = self.initial.remover()  # removes the same, once it has compiled
         self.references: list[Any] = []  # ``Reference`` to state, in what the step reads besides it
         self.notes: list[str] = []  # for the report
         self.without_gradient = frozenset[str]()  # parameters whose gradient is no state of the call
@@ -190,7 +190,7 @@ class Call:
             self.remove_library_hooks()
             raise
         finally:
-            self.made, self.initial = self.initial, InitialState()
+            self.remove_made, self.initial = self.initial.remover(), InitialState()
 
     def remove_library_hooks(self) -> None:
         """Remove the hooks of libraries that a trace has left: the call is traced again, or does not compile."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,11 +88,13 @@ class InitialState:
         return self._remove(lambda key: self.is_seen or key not in in_use)
 
     def remove(self) -> None:
-        """Remove everything that was made here, also of parameters that were replaced since, as by split ones."""
-        for optimizer in {id(optimizer): optimizer for optimizer, _ in self._made.values()}.values():
-            for parameter in [p for p, state in optimizer.state.items() if id(state) in self._made]:
-                del optimizer.state[parameter]
-        self._made.clear()
+        """Remove everything that was made here."""
+        self._remove(lambda key: True)
+
+    def remover(self) -> Callable[[], None]:
+        """Make what removes all that is there now, also of parameters that are split since; it holds on to none."""
+        optimizers = {id(optimizer): weakref.ref(optimizer) for optimizer, _ in self._made.values()}
+        return partial(_remove_states, [*optimizers.values()], frozenset(self._made))
 
     def _remove(self, condition: Callable[[int], bool]) -> bool:
         found = {key: each for key, each in self._made.items() if condition(key)}
@@ -99,6 +102,13 @@ class InitialState:
             if id(optimizer.state.get(parameter)) == key:
                 del optimizer.state[parameter], self._made[key]
         return bool(found)
+
+
+def _remove_states(optimizers: Sequence[weakref.ref[Optimizer]], made: frozenset[int]) -> None:
+    """Remove the states with these ids."""
+    for optimizer in (found for each in optimizers if (found := each()) is not None):
+        for parameter in [p for p, state in optimizer.state.items() if id(state) in made]:
+            del optimizer.state[parameter]
 
 
 def _lacks(optimizer: Optimizer, parameter: Tensor) -> bool:
