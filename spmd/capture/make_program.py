@@ -191,7 +191,9 @@ def _traced(
             elif trace.guessed and not is_heard() and backtracking.goes_on(error, trace.guessed):
                 continue
             elif takes_values or fixes_carried or not carried.numbers or isinstance(error, SpmdError):
-                raise backtracking.first or error from None
+                if (first := backtracking.first) is None or first is error:
+                    raise
+                raise first from first.__cause__
             else:
                 fixes_carried = True
 
