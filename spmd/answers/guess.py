@@ -7,6 +7,7 @@ is passed.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,18 +19,19 @@ from passes.ir.ops import Trait, has
 aten = torch.ops.aten
 
 _MOST = 4  # traces of other answers, where what a guess leads to cannot be traced
-_LESS = (aten.lt, aten.le)
+_EQUAL, _UNEQUAL = (aten.eq, operator.eq), (aten.ne, operator.ne)
+_LESS, _MORE = (aten.lt, aten.le, operator.lt, operator.le), (aten.gt, aten.ge, operator.gt, operator.ge)
 _AND = (aten.mul, aten.logical_and, aten.bitwise_and, aten.__and__)
 _OR = (aten.add, aten.logical_or, aten.bitwise_or, aten.__or__)
 _NOT = (aten.logical_not, aten.bitwise_not)
-_OF_ONE = (aten.all, aten.any, aten.clone, aten._to_copy, aten.detach)
+_OF_ONE = (aten.all, aten.any, aten.clone, aten._to_copy, aten.detach, aten.scalar_tensor)
 
 
 def guess(node: Any) -> bool:
     """The answer to "is the value of this traced node true?", where its numbers are finite and below all limits."""
     op = _op_of(node)
-    if op in (aten.eq, aten.ne):
-        return _are_equal(*node.args[:2]) is (op is aten.eq)
+    if op in (*_EQUAL, *_UNEQUAL):
+        return _are_equal(*node.args[:2]) is (op in _EQUAL)
     if op in _LESS:
         return True
     if op in _AND or op in _OR:
@@ -44,8 +46,19 @@ def guess(node: Any) -> bool:
     return False
 
 
+def compares(node: Any) -> bool:
+    """Whether the question is one of a limit, whose guess says less than that of a number's being finite."""
+    op = _op_of(node)
+    if op in (*_LESS, *_MORE):
+        return True
+    asked = node.args[:2] if op in (*_AND, *_OR) else node.args[:1] if op in (*_NOT, *_OF_ONE) else ()
+    return any(map(compares, asked))
+
+
 def _op_of(node: Any) -> Any:
-    return getattr(node.target, "overloadpacket", None) if isinstance(node, fx.Node) else None
+    """The op of a traced node, of tensors or of numbers."""
+    is_call = isinstance(node, fx.Node) and node.op == "call_function"
+    return getattr(node.target, "overloadpacket", node.target) if is_call else None
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -66,7 +66,7 @@ class Certificate:
             count = f"{self.nodes} nodes, {self.ranks} ranks"
             shown = "shown for whole numbers as in this call" if self.routed else "shown"
             but = f", but for rounding to {' and '.join(self.rounded)}" if self.rounded else ""
-            count += f", the first of {self.ways} ways through its branches" * (self.ways > 1)
+            count += f", in each of {self.ways} ways through its branches that were looked at" * (self.ways > 1)
             return f"{shown}: each of {self.outputs} outputs is the global output under its placement{but} ({count})"
         where = ", ".join(each for each in (self.what, f"at {self.node}") if each)
         return f"{self.outcome}: {where}: {self.why} {self.line}".rstrip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,8 +67,7 @@ class Watch:
         self.is_over = True
 
     def take(self, call: int, found: Mapping[tuple[str, str], Tensor], is_first: bool) -> None:
-        """Take what a call gave; nothing waits for it yet."""
-        self.deliver()
+        """Take what a call gave; nothing waits for it yet. What the one before gave was handed on when it began."""
         self.call, self._found, self._hands_on = call, found, is_first
 
     def deliver(self) -> None:
@@ -84,10 +84,12 @@ class Watch:
             _write(self.to, self.call, values)
         except Exception as error:  # in a call that other ranks have begun
             self.to = None
-            warn_user(
-                f"what watch({self.spec.pattern!r}) was to hand its values to gets no more, since it raised "
-                f"{type(error).__name__}: {error}"
-            )
+            raised = f"{type(error).__name__}: {error}"
+            text = f"watch({self.spec.pattern!r}) hands on no more values, since to= raised {raised}"
+            try:
+                warn_user(text)
+            except Warning:  # where warnings are errors: this rank alone would miss the call
+                print(text, file=sys.stderr)
 
 
 class Watches:

@@ -23,7 +23,7 @@ from passes.runtime.answers import asked
 
 from ..._torch import FakeTensor, GuardOnDataDependentSymNode, TorchDispatchMode, get_proxy_mode
 from ...answers.answer import Answer, Answers
-from ...answers.guess import guess
+from ...answers.guess import compares, guess
 from ...call.refusals import answer, chosen
 from ...interpreter.source_lines import user_frame, user_line
 from ...python_state.effects import writes
@@ -41,8 +41,8 @@ _REFUSED = (
     "return the tensor and look at it outside of the step, or replace the submodule through spmd.Override."
 )
 _ASKING = (unsupported.__file__, writes.__file__)
-TRUTH_OF_TENSORS = Tensor.__bool__
-_TURNS = 8  # times that a guess stands at one line
+_TRUTH_OF_TENSORS = Tensor.__bool__
+_TURNS = 8  # times that a guess of a comparison stands at one line
 _MOST = 1_000  # questions of one call: a loop that a guess would never end
 _TESTS = {"isfinite": torch.isfinite, "isnan": torch.isnan, "isinf": torch.isinf}  # functions of ``math``
 
@@ -74,7 +74,6 @@ class Questions(TorchDispatchMode):
         """
         holds: Callable[[Any], bool] = torch.SymBool.__bool__
         before = {name: getattr(math, name) for name in _TESTS}
-        plain = {cls: vars(cls).get("__bool__") for cls in (torch.SymBool, torch.SymInt, torch.SymFloat, Tensor)}
 
         def truth(condition: torch.SymBool) -> bool:
             return answered(condition, sys._getframe(1))
@@ -99,16 +98,18 @@ class Questions(TorchDispatchMode):
 
         def is_true(tensor: Tensor) -> bool:
             is_number = tensor.dtype is not torch.bool and tensor.numel() == 1 and isinstance(tensor, FakeTensor)
-            return bool(TRUTH_OF_TENSORS(tensor != 0 if is_number else tensor))
+            return bool(_TRUTH_OF_TENSORS(tensor != 0 if is_number else tensor))
 
         def test(name: str, x: Any) -> bool:
             if not isinstance(x, torch.SymFloat) or x.node.hint is not None:
                 return bool(before[name](x))
             return self._answer(_TESTS[name](_as_tensor(x, torch.float64)))
 
+        methods = {torch.SymBool: truth, torch.SymInt: is_not_zero, torch.SymFloat: is_not_zero, Tensor: is_true}
+        plain = {cls: vars(cls).get("__bool__") for cls in methods}
         vars(math).update({name: partial(test, name) for name in _TESTS})
-        for cls, method in zip(plain, (truth, is_not_zero, is_not_zero, is_true), strict=True):
-            cls.__bool__ = method  # type: ignore[method-assign, assignment]
+        for cls, method in methods.items():
+            cls.__bool__ = method  # type: ignore[attr-defined]
         try:
             yield
         finally:
@@ -141,9 +142,10 @@ class Questions(TorchDispatchMode):
         if number < len(self._likely) and self._likely[number].where == where:
             return self._likely[number].value
         mode = get_proxy_mode()
-        guessed = guess(proxy_node(truth, mode.tracer)) if mode is not None else False
+        node = proxy_node(truth, mode.tracer) if mode is not None else None
         turns = sum(each.where == where for each in self.answers)
-        return guessed is (turns < _TURNS)  # a loop ends
+        ends = compares(node) and turns >= _TURNS  # a loop up to a limit
+        return guess(node) is not ends
 
 
 def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

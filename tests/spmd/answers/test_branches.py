@@ -141,7 +141,7 @@ def test_an_answer_that_cannot_be_compiled_leaves_all_as_it_was(function: Any, e
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("options, words", [
     ({"parallel_mode": spmd.DataParallel(micro_batches=2)}, "with micro_batches"),
-    ({"parallel_mode": spmd.DataParallel(bits="same")}, "with micro_batches"),
+    ({"parallel_mode": spmd.DataParallel(bits="same")}, 'with bits="same"'),
     ({"parallel_mode": spmd.DataParallel(defer_updates=True)}, "with defer_updates=True"),
 ])  # fmt: skip
 def test_a_step_whose_calls_begin_once_may_not_branch(options: dict[str, Any], words: str) -> None:
@@ -275,7 +275,7 @@ def test_a_guess_behind_which_nothing_can_be_traced_is_taken_back() -> None:
         return loss
 
     model, optimizer = Branching("").build()
-    plain, other = copy.deepcopy(model), None
+    plain = copy.deepcopy(model)
     other = make_optimizer("SGD momentum", plain.parameters())
     step, x, y = spmd.compile(train), torch.ones(4, 3).double(), torch.ones(4, 1).double()
     for _ in range(3):
@@ -283,3 +283,21 @@ def test_a_guess_behind_which_nothing_can_be_traced_is_taken_back() -> None:
     assert len(step.programs) == 1
     with pytest.raises(RuntimeError, match="does not require grad"):
         step(model, optimizer, -x, y)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_question_for_each_of_many_parameters_has_one_guess() -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        is_good = all(torch.isfinite(g).all() for g in gradients) and not any(g.isnan().any() for g in gradients)
+        if is_good and loss.item() < 1e6:
+            optimizer.step()
+        return loss
+
+    model = mlp(*[3] * 8)
+    step = spmd.compile(train)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 3).double())
+    assert len([*model.parameters()]) == 14 and len(step.programs) == 1

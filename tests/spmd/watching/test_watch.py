@@ -185,7 +185,7 @@ def test_what_is_handed_to_may_raise_once_and_gets_no_more() -> None:
 
     watch = step.watch("*.grad", to=to)
     call(0)
-    with pytest.warns(UserWarning, match=r"watch\('\*\.grad'\) .* gets no more, since it raised OSError: disk full"):
+    with pytest.warns(UserWarning, match=r"watch\('\*\.grad'\) hands on no more values, .* OSError: disk full"):
         call(1)
     call(2)
     assert seen == [1] and watch.values and watch.call == 3
@@ -248,3 +248,13 @@ def test_programs_that_look_are_verified_and_certified() -> None:
     looking = spmd.certify(step, model, optimizer, *case.part(0, 0), world=2)
     assert alone and looking and looking.outputs == alone.outputs + 12
     assert spmd.verify(step, model, optimizer, *case.part(0, 0), world=2)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_no_rank_misses_a_call_where_warnings_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    step, call = built()
+    step.watch("*.grad", to=lambda number, values: {}["missing"])
+    for number in range(3):
+        call(number)
+    assert "hands on no more values, since to= raised KeyError" in capsys.readouterr().err
