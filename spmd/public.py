@@ -24,6 +24,7 @@ from .checkpoints.load import load
 from .checkpoints.save import save
 from .checkpoints.whole import state_dict
 from .decorator import compile
+from .generation.generate import generate
 from .initialized import materialize
 from .mesh_picture import show
 from .modes.auto import Auto
@@ -84,6 +85,7 @@ __all__ = [
     "data_rank",
     "export",
     "fully_shard",
+    "generate",
     "load",
     "materialize",
     "no_sync",

@@ -74,7 +74,7 @@ ORDER = {
         step
         decorator
         verification/
-        checking/ fuzzing/ integrations/ planning/
+        checking/ fuzzing/ generation/ integrations/ planning/
         cli/
         public
         __init__ __main__

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from .._torch import get_proxy_mode, tree_flatten_with_path, tree_unflatten
@@ -24,7 +25,7 @@ def shared_rng(seed: int | None = None) -> random.Random:
     if seed is not None and type(seed) is not int:
         raise TypeError(f"expected seed to be an int or None, got {seed!r}")
     proposed = random.SystemRandom().getrandbits(63) if seed is None else seed
-    first, *others = _all_gather(proposed, "spmd.shared_rng()")
+    first, *others = all_gather(proposed, "spmd.shared_rng()")
     if seed is not None and any(other != first for other in others):
         raise ValueError(f"expected one seed on all ranks of spmd.shared_rng(), got {[first, *others]}")
     return random.Random(first)
@@ -49,7 +50,7 @@ def pad_to_longest(
     if multiple < 1:
         raise ValueError(f"expected multiple to be 1 or more, got {multiple}")
     sizes = [_size(leaf, dim) for _, leaf in leaves]
-    gathered = _all_gather([keys, sizes], "spmd.pad_to_longest()")
+    gathered = all_gather([keys, sizes], "spmd.pad_to_longest()")
     if any(other != keys for other, _ in gathered):
         found = [other for other, _ in gathered]
         raise ValueError(f"expected batches of one structure on all ranks, got the keys {found}")
@@ -76,11 +77,11 @@ def _pad(leaf: Any, dim: int, length: int, value: float) -> Any:
     return F.pad(leaf, [0, 0] * inner + [0, length - size], value=value)
 
 
-def _all_gather(own: Any, what: str) -> list[Any]:
-    """The text of each rank of the world, in their order."""
+def all_gather(own: Any, what: str, mesh: DeviceMesh | None = None) -> list[Any]:
+    """The JSON data of each rank of a mesh, by default of the world, in their order."""
     if get_proxy_mode() is not None:
         raise RuntimeError(f"{what} was called inside of a compiled step: call it before the step, and pass the result")
-    connection = MeshRanks.of(world("cpu"), None).connect(what)
+    connection = MeshRanks.of(mesh or world("cpu"), None).connect(what)
     if connection is None:
         return [own]
     return [json.loads(text) for text in connection.all_gather_text(json.dumps(own), what)]

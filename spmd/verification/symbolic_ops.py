@@ -20,6 +20,7 @@ from passes.runtime.random import draw
 from passes.update.optimizer_kernels import Kernel
 
 from .._torch import OpOverload, tree_flatten, tree_map
+from ..capture.constraint import CONSTRAIN
 from ..rules.pointwise import LINEAR
 from . import symbols
 from .symbolic import addends, attention
@@ -94,7 +95,7 @@ def computed(op: OpOverload) -> Computed | None:
         return moved
     if space == master_copies.NAMESPACE:
         return _current
-    if space == answers.NAMESPACE:
+    if space == answers.NAMESPACE or op is CONSTRAIN:
         return moved
     if space == "aten" and name in attention.COMPUTED:
         return attention.COMPUTED[name]
@@ -125,7 +126,7 @@ def hashed(op: OpOverload, results: Results, args: Any, kwargs: Any) -> list[Ten
 
 def moved(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
     """Elements somewhere else, run by torch."""
-    if op.namespace in (host_memory.NAMESPACE, answers.NAMESPACE):
+    if op.namespace in (host_memory.NAMESPACE, answers.NAMESPACE) or op is CONSTRAIN:
         return [args[0].clone()]
     kept = {name: value for name, value in kwargs.items() if name not in ("memory_format", "device")}
     result = op(*args, **kept)

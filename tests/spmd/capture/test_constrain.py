@@ -128,6 +128,16 @@ def test_a_pending_sum_is_scattered_and_its_gradient_is_gathered() -> None:
     assert asked == [("forward", "all_gather"), ("forward", "reduce_scatter"), ("backward", "all_gather")]
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_step_is_certified_whose_result_is_constrained() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return spmd.constrain(model(x), Replicate())
+
+    mode = spmd.DataParallel(inputs={"x": Shard(0)})
+    assert spmd.certify(spmd.compile(step, parallel_mode=mode), *regression(6, 6)[:1], torch.ones(4, 6).double(), world=2)
+
+
 # Errors
 
 
