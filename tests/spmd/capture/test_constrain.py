@@ -135,7 +135,9 @@ def test_a_step_is_certified_whose_result_is_constrained() -> None:
             return spmd.constrain(model(x), Replicate())
 
     mode = spmd.DataParallel(inputs={"x": Shard(0)})
-    assert spmd.certify(spmd.compile(step, parallel_mode=mode), *regression(6, 6)[:1], torch.ones(4, 6).double(), world=2)
+    assert spmd.certify(
+        spmd.compile(step, parallel_mode=mode), *regression(6, 6)[:1], torch.ones(4, 6).double(), world=2
+    )
 
 
 # Errors
