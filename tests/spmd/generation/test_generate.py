@@ -202,4 +202,7 @@ def test_what_it_cannot_do_is_refused_before_anything_is_compiled() -> None:
     )
     with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder"):
         spmd.generate(encoder, ids)
+    neo = transformers.GPTNeoConfig(hidden_size=8, num_layers=1, num_heads=2, attention_types=[[["global"], 1]])
+    with pytest.raises(ValueError, match="which GPTNeoForCausalLM cannot read"):
+        spmd.generate(transformers.GPTNeoForCausalLM(neo), ids)
     assert model not in _generators or not _generators[model].kept
