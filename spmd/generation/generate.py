@@ -61,7 +61,8 @@ def generate(
     one for all tokens behind them, others where caches grow (by 64 tokens).
 
     Raises ``ValueError`` where ranks disagree, for models with an encoder, for models that keep something else from
-    token to token than keys and values in a static cache, and for ways to generate that call the model otherwise (assistants, ...).
+    token to token than keys and values in a static cache, and for ways to generate that call the model otherwise
+    (assistants, ...).
     """
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ValueError(
@@ -210,8 +211,8 @@ def _config(model: Any, options: dict[str, Any]) -> Any:
         )
     if not getattr(model, "_can_compile_fullgraph", False):  # transformers' mark of models with static caches
         raise ValueError(
-            f"{WHAT} keeps keys and values in a cache of a fixed length, which {type(model).__name__} cannot read: call "
-            "model.generate in `with spmd.unshard(model):`"
+            f"{WHAT} keeps keys and values in a cache of a fixed length, which {type(model).__name__} cannot read: "
+            "call model.generate in `with spmd.unshard(model):`"
         )
     if refused := sorted(_REFUSED.intersection(options)):
         raise ValueError(f"{WHAT} keeps the cache, and returns tokens and scores alone: leave out {', '.join(refused)}")
