@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from passes import AxisRole
 
@@ -92,7 +92,7 @@ class _Generator:
         split = {names[k]: Shard(0) for k in self.over[AxisRole.BATCH]}
         self.of_rows = copy.copy(mode)
         self.of_rows.inputs = {"rows": split}
-        self.of_order = DataParallel(mesh=self.mesh, axes={"batch": names}, inputs={"order": Replicate()})
+        self.of_order = DataParallel(mesh=self.mesh, axes={"batch": names}, inputs={"order": {}})
         self.kept: dict[int, _Compiled] = {}  # by the number of rows
 
     def generate(self, model: Any, prompts: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Any:
@@ -192,7 +192,7 @@ def next_token(model: Any, cache: Any, rows: dict[str, Any], others: dict[str, A
     """The logits of the last token of all rows, whole on each rank."""
     with torch.no_grad():
         logits: Tensor = model.forward(**rows, **others, cache=cache).logits[:, -1:]
-        return constrain(logits, Replicate())
+        return constrain(logits, {})
 
 
 def reorder_beams(cache: Any, order: Tensor) -> None:

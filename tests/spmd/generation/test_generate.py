@@ -85,8 +85,8 @@ def mode_of(kind: str, world: int) -> spmd.DataParallel:
     """A mode, whose parameters are split, or parts of their matrices."""
     if kind != "tensor":
         return spmd.DataParallel("fully_shard")
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    return spmd.DataParallel("replicate", mesh=mesh, axes={"tensor": "tp"}, params=BY_HEADS)
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    return spmd.DataParallel("replicate", mesh=mesh, axes={"batch": "dp", "tensor": "tp"}, params=BY_HEADS)
 
 
 def differences(rank: int, world: int, family: str, kind: str, ways: list[str], new_tokens: int) -> list[str]:
