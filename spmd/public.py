@@ -20,7 +20,7 @@ from .annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from .call.rng import rng_state, seed, set_rng_state
 from .capture.constraint import constrain
 from .checkpoints.export import export
-from .checkpoints.load import load
+from .checkpoints.load import from_pretrained, load
 from .checkpoints.save import save
 from .checkpoints.whole import state_dict
 from .decorator import compile
@@ -84,6 +84,7 @@ __all__ = [
     "contract",
     "data_rank",
     "export",
+    "from_pretrained",
     "fully_shard",
     "generate",
     "load",

@@ -32,10 +32,12 @@ MODES = {
 
 @contextmanager
 def plain(is_plain: bool) -> Iterator[None]:
-    """``spmd.compile`` returns steps as they are."""
+    """``spmd.compile`` returns steps as they are, and ``spmd.from_pretrained`` models that they run on."""
+    read = spmd.from_pretrained
     with pytest.MonkeyPatch.context() as patch:
         if is_plain:
             patch.setattr(spmd, "compile", lambda **options: lambda step: step)
+            patch.setattr(spmd, "from_pretrained", lambda folder, mode, **options: read(folder, "replicate", **options))
         yield
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase as fnmatch
@@ -19,6 +20,7 @@ from torch import nn
 from ..deferral.pending import finish_pending
 from .direct import save_file
 from .folders import INDEX, make, path_of, write_whole
+from .names import Names, Piece, Pieces
 from .prepare import Prepared, prepare
 from .storage import Files, file_numbers, write
 from .together import Together, together
@@ -33,6 +35,7 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     only: str | Sequence[str] | None = None,
+    names: Names | None = None,
 ) -> None:
     """Write the parameters and persistent buffers of a model as safetensors, under their names; all ranks call it.
 
@@ -40,7 +43,8 @@ def export(
     Face's libraries reads, with the ``config.json`` of a model that has a configuration. Tied tensors are written once.
     ``dtype``: cast floating-point tensors to it. ``only``: an fnmatch pattern, or several, of the names to write, as
     ``"*lora*"`` for adapters alone; ``ValueError`` for one that matches none. No rank holds the whole model: each
-    writes its parts to a temporary folder beside the files, and puts some of the files together.
+    writes its parts to a temporary folder beside the files, and puts some of the files together. ``names``: the
+    table of ``spmd.from_pretrained``, for files with the names that it reads, fused or split.
     ``spmd.load(folder, model=...)`` reads them.
     """
     path = path_of(folder)
@@ -52,10 +56,11 @@ def export(
     with together(f"exporting to {path}") as ranks:
         prepared = _selected(prepare({"": model}, ranks), only, ranks)
         _check_values(prepared, ranks)
+        pieces = _pieces(prepared, names, ranks)
         with _temporary(path, ranks) as parts:
             write(parts, prepared.tensors, ranks, dtype)
-            files = _assign(prepared, dtype, ranks.size)
-            ranks.run(lambda: _write_files(parts, files, prepared, dtype, ranks))
+            files = _assign(prepared, pieces, dtype, ranks.size)
+            ranks.run(lambda: _write_files(parts, files, prepared, pieces, dtype, ranks))
             ranks.first(lambda: _publish(path, parts, files, model))
 
 
@@ -103,14 +108,26 @@ def _small(prepared: Prepared) -> dict[str, torch.Tensor]:
     return {name: leaf for name, leaf in tree if isinstance(leaf, torch.Tensor) and not leaf.is_meta}
 
 
-def _assign(prepared: Prepared, dtype: torch.dtype | None, size: int) -> list[list[str]]:
+def _pieces(prepared: Prepared, names: Names | None, ranks: Together) -> Pieces:
+    """The tensors of the files, and where in the model's those are."""
+    shapes = {name[1:]: tuple(tensor.shape) for name, tensor in (prepared.tensors | _small(prepared)).items()}
+    try:
+        return Pieces.by(names, shapes)
+    except (TypeError, ValueError) as error:  # the same on all ranks
+        ranks.fail(error)
+
+
+def _assign(prepared: Prepared, pieces: Pieces, dtype: torch.dtype | None, size: int) -> list[list[str]]:
     """The names in each file: a file has at most a quarter of a rank's share of the model, if that is not small."""
+    of = prepared.tensors | _small(prepared)
 
-    def length(tensor: torch.Tensor) -> int:
+    def length(source: str) -> int:
+        tensor = of[f".{pieces.sources[source][0].name}"]
         cast = dtype is not None and tensor.is_floating_point()
-        return tensor.numel() * (dtype.itemsize if cast and dtype is not None else tensor.element_size())
+        count = math.prod(pieces.shapes[source])
+        return count * (dtype.itemsize if cast and dtype is not None else tensor.element_size())
 
-    lengths = {name: length(tensor) for name, tensor in (prepared.tensors | _small(prepared)).items()}
+    lengths = {source: length(source) for source in pieces.shapes}
     limit = min(max(sum(lengths.values()) // (4 * size), _LEAST), _MOST)
     numbers = file_numbers(lengths, limit)
     files: list[list[str]] = [[] for _ in range(max(numbers.values(), default=1))]
@@ -120,25 +137,47 @@ def _assign(prepared: Prepared, dtype: torch.dtype | None, size: int) -> list[li
 
 
 def _write_files(
-    parts: Path, files: list[list[str]], prepared: Prepared, dtype: torch.dtype | None, ranks: Together
+    parts: Path, files: list[list[str]], prepared: Prepared, pieces: Pieces, dtype: torch.dtype | None, ranks: Together
 ) -> None:
-    """Put together the files of this rank, tensor by tensor: it holds one whole tensor at a time."""
+    """Put together the files of this rank, tensor by tensor: it holds one whole tensor of each side at a time."""
     stored = Files(sorted(parts.glob("shard-*.safetensors")))
     small = {name: _cast(tensor, dtype) for name, tensor in _small(prepared).items()}
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in stored.tensors.items()}
 
-    def read(name: str) -> torch.Tensor:
-        """One whole tensor."""
+    def whole(name: str) -> torch.Tensor:
+        """One tensor of the model, under the name with the dot in front that its empty name has left."""
         if name in small:
             return small[name]
         target = torch.empty_like(empty[name], device="cpu")
         stored.read({name: target}, Together(ranks.what, None))
         return target
 
+    def like(source: str) -> torch.Tensor:
+        dtypes = {(empty | small)[f".{piece.name}"].dtype for piece in pieces.sources[source]}
+        if len(dtypes) > 1:
+            raise ValueError(f"names makes one tensor, {source}, of several dtypes: give export a dtype")
+        return torch.empty(pieces.shapes[source], dtype=dtypes.pop(), device="meta")
+
     for number in range(ranks.rank, len(files), ranks.size):
-        # without the dot in front that the empty name of the model has left
-        tensors = {name[1:]: (empty | small)[name] for name in files[number]}
-        save_file(tensors, parts / str(number), {"format": "pt"}, lambda name: read(f".{name}"))
+        save_file(
+            {source: like(source) for source in files[number]},
+            parts / str(number),
+            {"format": "pt"},
+            lambda source: _put_together(pieces.sources[source], pieces.shapes[source], whole),
+        )
+
+
+def _put_together(
+    pieces: Sequence[Piece], shape: tuple[int, ...], whole: Callable[[str], torch.Tensor]
+) -> torch.Tensor:
+    """A tensor of a file, of its pieces in those of the model."""
+    found = []
+    for piece in pieces:
+        tensor = whole(f".{piece.name}")
+        if piece.index is not None:
+            tensor = tensor[piece.index]
+        found.append(tensor if tuple(tensor.shape) == shape else tensor.narrow(0, piece.at, piece.rows))
+    return found[0].contiguous() if len(found) == 1 else torch.cat(found)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -158,7 +197,7 @@ def _publish(folder: Path, parts: Path, files: list[list[str]], model: nn.Module
         total += (parts / str(k)).stat().st_size
         os.replace(parts / str(k), folder / name)
     if len(names) > 1:
-        where = {each[1:]: name for name, members in zip(names, files, strict=True) for each in members}
+        where = {each: name for name, members in zip(names, files, strict=True) for each in members}
         write_whole(folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}).encode())
     _save_configuration(folder, model)
 

@@ -1,29 +1,35 @@
-"""``spmd.load``: read a checkpoint into live state of any layout, each rank its own parts."""
+"""``spmd.load`` and ``spmd.from_pretrained``: read files into live state of any layout, each rank its own parts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .._torch import tree_flatten
 from ..call.refuse_saves import RefusedSaves, readable
 from ..call.rng import set_rng_state
 from ..call.state import Arguments
 from ..deferral.pending import finish_pending
+from ..initialized import check_planned, make_room
+from ..modes.base import ParallelMode
+from ..modes.shares import StyleName
 from ..ranks.failures import StateIs
 from ..state import master_copies
 from .background import wait_for_last
 from .fit import check_fit
 from .folders import foreign_files, newest, path_of
+from .names import Names
 from .objects import Objects, has_state
 from .optimizers import load_optimizer
 from .per_rank import check_fit as check_per_rank
 from .per_rank import restore
+from .pretrained import PretrainedModel
 from .schedulers import regrouped
 from .stored import Stored
 from .targets import Targets
@@ -54,6 +60,49 @@ def load(
     with together(f"loading {path}", restores_state=True) as ranks:
         checkpoint = Path(ranks.first(lambda: str(_find(path))))
         return _load(checkpoint, state, strict, ranks, per_rank)
+
+
+def from_pretrained(
+    folder: str | os.PathLike[str],
+    parallel_mode: ParallelMode | StyleName | None = None,
+    *,
+    model: Callable[..., nn.Module] | None = None,
+    config: Any = None,
+    dtype: torch.dtype | None = None,
+    names: Names | None = None,
+) -> nn.Module:
+    """Make a model from a folder of Hugging Face's, each rank reading the parts that it keeps; all ranks call it.
+
+    ``folder``: has ``config.json`` and safetensors files, one or several with an index, as ``save_pretrained`` and
+    ``spmd.export`` write. ``parallel_mode``: that of the step, which places parameters. No rank holds the whole model,
+    or a file: a rank's memory is its parts, and one parameter of those that the model's code makes.
+
+    ``model``: a class of transformers, as ``AutoModelForCausalLM``, which gets the configuration; by default the class
+    that the configuration names. Or a function without arguments that makes any module, and needs no configuration.
+    ``config``: a configuration to use instead of the folder's. ``dtype``: that of floating-point parameters; by default
+    what the configuration says, else what the files have. Values are cast where the files have others.
+    ``names``: a table of names in the files, for those that are not the model's: ``{"*.qkv.*": ("*.q.*", "*.k.*",
+    "*.v.*")}`` for rows of three tensors that are one in the model, ``{("*.gate.*", "*.up.*"): "*.gate_up.*"}`` for the
+    reverse, ``{"*": "model.*"}`` for other names, ``{"*.experts.up": ("*.experts.#.w1.weight",)}`` for an entry of the
+    files for each index of the first dim. ``spmd.export`` with the same table writes the files' names again.
+
+    Parameters start on the meta device; buffers are those that the model's code makes. Tied parameters stay tied. As
+    from transformers, the model is in evaluation mode: call ``.train()``. Make the optimizer after this.
+
+    Raises ``FileNotFoundError`` where there is no such folder, ``ValueError`` with all names that are missing, left
+    over or of another shape, and ``SpmdError`` with the name of a file that is damaged, on all ranks.
+    """
+    path = path_of(folder)
+    check_planned(parallel_mode, "spmd.from_pretrained")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"expected dtype to be a floating-point torch.dtype or None, got {dtype!r}")
+    with together(f"reading {path}") as ranks:
+        reads: list[PretrainedModel] = []
+        ranks.run(lambda: reads.append(PretrainedModel(path, model, config, dtype, names)))
+        (read,) = reads
+        device = make_room(read.model, parallel_mode, "spmd.from_pretrained")
+        ranks.run(lambda: read.fill(device))
+    return read.model
 
 
 def _find(folder: Path) -> Path:

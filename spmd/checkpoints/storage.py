@@ -267,7 +267,7 @@ class _Reader(HuggingFaceStorageReader):
         """The names, shapes and parts of all tensors."""
         if self._metadata is None:
             for path in self._paths:
-                _check_header(path, self._are_parts)
+                check_header(path, self._are_parts)
             self._metadata = super().read_metadata()
         self.storage_data = self._metadata.storage_data
         return self._metadata
@@ -284,7 +284,8 @@ class _These(FileSystem):
         return self._paths
 
 
-def _check_header(path: Path, is_part: bool) -> None:
+def check_header(path: Path, is_part: bool = False) -> None:
+    """Raise ``SpmdError`` for a file that is damaged, cut off, or not the one that was saved there."""
     try:
         with safe_open(path, framework="pt") as file:
             file.keys()

@@ -25,6 +25,7 @@ from .._torch import own_buffers, own_parameters, version_of
 from ..call.call import Call
 from ..call.refusals import refuse
 from ..call.state import Slot, submodules_of
+from ..placements import local_shape
 from .distribute import Prepared, as_dtensor, part_of
 from .replace_parameters import forget_successor, rebind, replace_parameter
 
@@ -101,6 +102,23 @@ def initialize(prepared: Prepared, seed: int = 0) -> None:
     for slot, placement in zip(prepared.slots, prepared.placements, strict=True):
         if slot.get().is_meta and slot.input.role is Role.OPTIMIZER_STATE:  # made for this call, so zeros
             slot.put(_placed(slot.get(), prepared.local(slot, placement), placement, call))
+
+
+def make_empty(prepared: Prepared) -> None:
+    """Give all parameters and buffers on the meta device memory for this rank's part, whose values come later."""
+    call, renewed = prepared.call, dict[int, torch.Tensor]()
+    for slot, placement in zip(prepared.slots, prepared.placements, strict=True):
+        meta = slot.get()
+        if not meta.is_meta or id(meta) in renewed:
+            continue
+        local = torch.empty(local_shape(meta.shape, placement, call.mesh), dtype=meta.dtype, device=call.device)
+        placed = _placed(meta, prepared.in_memory(slot, local), placement, call)
+        if slot.input.role is Role.PARAMETER:
+            renewed[id(meta)] = replace_parameter(meta, placed)
+            prepared.replaced.append(weakref.ref(meta))
+        else:
+            slot.put(placed)
+    rebind(call.given, call.references, renewed)
 
 
 def _check_all_written(left: Sequence[str]) -> None:
