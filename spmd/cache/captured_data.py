@@ -91,7 +91,7 @@ def captured_from_data(data: Mapping[str, Any], program: Program, reads: StoredR
         live=data["live"],
         fixed={name: scalar_from_data(value) for name, value in data["fixed"]},
         cleared_first=frozenset(data["cleared first"]),
-        specs=(specs := tuple(Spec(pattern, tuple(names), together) for pattern, names, together in data["specs"])),
+        specs=(specs := tuple(Spec(pattern, tuple(names), *rest) for pattern, names, *rest in data["specs"])),
         watched={(specs[k], tuple(names), each): FromOutput(index) for k, names, each, index in data["watched"]},
         answers=tuple(Answer(*each) for each in data["answers"]),
         is_of_one_size=data["is of one size"],

@@ -115,6 +115,8 @@ class Watching:
         if any(_fits(name, of) for name in names):
             return kind, of
         near = difflib.get_close_matches(of or kind, names, n=3, cutoff=0.3) or names[:3]
+        if spec.if_any:
+            return (kind, of) if of else (PARAMETER, spec.pattern)
         what = "modules" if kind == OUTPUT else "parameters"
         raise CaptureError(
             f'watch("{spec.pattern}") fits none of the {len(names)} {what} of the step: expected a name, or a pattern '

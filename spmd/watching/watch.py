@@ -20,11 +20,15 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Spec:
-    """Some ``statistics`` of the values whose names fit ``pattern``, of each or of all ``as_one``."""
+    """Some ``statistics`` of the values whose names fit ``pattern``, of each or of all ``as_one``.
+
+    ``if_any``: whether a step may have no such values.
+    """
 
     pattern: str
     statistics: tuple[str, ...]
     as_one: bool
+    if_any: bool = False
 
     def __str__(self) -> str:
         return f"{' and '.join(self.statistics)} of {self.pattern}{' as one' * self.as_one}"
