@@ -116,7 +116,8 @@ def compile(
     - ``dynamic``: names of sizes that change, as ``{"tokens": {1: "time"}}``; None: a second size shows which do.
     - ``cache``: a folder in which compiled steps are kept for later processes, ``"on"`` for the user's cache directory,
       ``"off"``, or ``"verify"`` to compile all the same and compare; None: as ``SPMD_CACHE`` says, else ``"on"``.
-    - ``check``: ``"first"`` compares each program's first call, on copies, with the program before its passes.
+    - ``check``: ``"first"`` compares each program's first call, on copies, with the program before its passes;
+      ``"nan"`` waits for each call, and raises ``SpmdError`` if a value of it is NaN or Inf, with the first module.
 
     Raises ``TypeError`` or ``ValueError`` for other arguments. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError``, and leave state as it was.

@@ -87,6 +87,7 @@ class Options:
     memory: int | None = None  # bytes per rank
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # names of sizes, by argument and dim
     check_first: bool = False  # compare the first call of each program with the program that no pass has changed
+    check_nan: bool = False  # look for NaN and Inf in each call
     cache: str | None = None
 
     @classmethod
@@ -110,7 +111,8 @@ class Options:
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
-        _check_micro_batches(parallel_mode, program=program, check=_check_check(check) or None)
+        check = _check_check(check)
+        _check_micro_batches(parallel_mode, program=program, check="first" if check == "first" else None)
         _check_bits(parallel_mode, backend)
         if isinstance(parallel_mode, Auto) and parallel_mode.adapt and passes is not None:
             raise ValueError("expected no passes= with spmd.Auto(adapt=True), which takes a schedule by measured times")
@@ -133,7 +135,8 @@ class Options:
             program=_check_program(program, dump or os.environ.get("SPMD_DUMP")),
             memory=check_memory(memory),
             dynamic=_check_dynamic(dynamic),
-            check_first=_check_check(check),
+            check_first=check == "first",
+            check_nan=check == "nan",
             cache=_check_cache(cache),
         )
 
@@ -365,11 +368,11 @@ def _check_dynamic(given: Any) -> Mapping[str, Mapping[int, str]]:
     return {name: dict(dims) for name, dims in given.items()}
 
 
-def _check_check(given: Any) -> bool:
+def _check_check(given: Any) -> str | None:
     given = os.environ.get("SPMD_CHECK") or None if given is None else given
-    if given not in (None, "first"):
-        raise ValueError(f'expected check (or SPMD_CHECK) to be "first" or None, got {given!r}')
-    return given is not None
+    if given not in (None, "first", "nan"):
+        raise ValueError(f'expected check (or SPMD_CHECK) to be "first", "nan" or None, got {given!r}')
+    return None if given is None else str(given)
 
 
 def _check_cache(given: Any) -> str | None:

@@ -33,6 +33,7 @@ from .recorder import Recorder
 from .running.compiled import Compiled
 from .step_compiler import Rehearsal, StepCompiler
 from .unexpected_errors import unexpected_errors
+from .watching.not_finite import NotFinite
 from .watching.watch import Watches
 
 
@@ -60,11 +61,15 @@ class StepRunner:
         self.adapting = Adapting(mode.table, options.pipeline) if isinstance(mode, Auto) and mode.adapt else None
         self.recorder: Recorder | None = None
         self.watches = Watches()
+        self._not_finite = NotFinite(name, self.watches, mode.defer_updates) if options.check_nan else None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call; returns what the step returns. An error is reported to the other ranks."""
         with answering_after():
-            return self._run_or_report(args, kwargs)
+            result = self._run_or_report(args, kwargs)
+        if self._not_finite is not None:
+            self._not_finite.check(self._calls, f"{self.recorder.folder.parent}" if self.recorder else "")
+        return result
 
     def _run_or_report(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         turn = Turn(watched=self.watches.due(self._calls + 1))

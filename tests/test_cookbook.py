@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import spmd
 
@@ -32,13 +33,55 @@ MODES = {
 
 @contextmanager
 def plain(is_plain: bool) -> Iterator[None]:
-    """``spmd.compile`` returns steps as they are, and ``spmd.from_pretrained`` models that they run on."""
+    """``spmd.compile`` returns steps as they are, at which hooks look, and ``spmd.from_pretrained`` models that they run on."""
     read = spmd.from_pretrained
     with pytest.MonkeyPatch.context() as patch:
         if is_plain:
-            patch.setattr(spmd, "compile", lambda **options: lambda step: step)
+            patch.setattr(spmd, "compile", lambda **options: Hooked)
             patch.setattr(spmd, "from_pretrained", lambda folder, mode, **options: read(folder, "replicate", **options))
         yield
+
+
+class Hooked:
+    """A plain step; ``watch`` has the norm of all gradients or updates of the optimizer that it calls, by hooks."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step, self.norms = step, {"*.grad": Norm(), "*.update": Norm()}
+
+    def watch(self, pattern: str, statistic: str, as_one: bool) -> Norm:
+        assert statistic == "norm" and as_one
+        return self.norms[pattern]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before: list[torch.Tensor] = []
+
+        def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            held = parameters_of(optimizer)
+            self.norms["*.grad"].of([p.grad for p in held if p.grad is not None])
+            before[:] = [p.detach().clone() for p in held]
+
+        def end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self.norms["*.update"].of([p - old for p, old in zip(parameters_of(optimizer), before, strict=True)])
+
+        hooks = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+        try:
+            return self.step(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class Norm:
+    """The norm of all of some tensors, as a watch has it."""
+
+    values: dict[str, dict[str, float]]
+
+    def of(self, tensors: list[torch.Tensor]) -> None:
+        self.values = {"all": {"norm": torch.cat([x.detach().flatten() for x in tensors]).norm().item()}}
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def left_by(rank: int, world: int, recipe: str, mode: str, folder: Path, is_plain: bool) -> dict[str, Any]:

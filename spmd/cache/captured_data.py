@@ -59,8 +59,8 @@ def captured_to_data(captured: Captured, constants: list[Any], places: Mapping[A
         "cleared first": sorted(captured.cleared_first),
         "specs": list(map(astuple, captured.specs)),
         "watched": [
-            [captured.specs.index(spec), name, statistic, each.index]
-            for (spec, name, statistic), each in captured.watched.items()
+            [captured.specs.index(spec), names, statistic, each.index]
+            for (spec, names, statistic), each in captured.watched.items()
         ],
         "answers": [[each.value, each.where] for each in captured.answers],
     }
@@ -91,8 +91,8 @@ def captured_from_data(data: Mapping[str, Any], program: Program, reads: StoredR
         live=data["live"],
         fixed={name: scalar_from_data(value) for name, value in data["fixed"]},
         cleared_first=frozenset(data["cleared first"]),
-        specs=(specs := tuple(Spec(pattern, tuple(names), together) for pattern, names, together in data["specs"])),
-        watched={(specs[k], name, each): FromOutput(index) for k, name, each, index in data["watched"]},
+        specs=(specs := tuple(Spec(pattern, tuple(names), *rest) for pattern, names, *rest in data["specs"])),
+        watched={(specs[k], tuple(names), each): FromOutput(index) for k, names, each, index in data["watched"]},
         answers=tuple(Answer(*each) for each in data["answers"]),
         is_of_one_size=data["is of one size"],
     )

@@ -1,10 +1,10 @@
-"""The statistics of values, as tensors of 0 dims; what is rounded is computed in fp32 at least."""
+"""The statistics of values: a number of each, several in a row; what is rounded is computed in fp32 at least."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -12,26 +12,38 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Statistic:
-    """``of``: some tensors, each. ``as_one``: of all of them, from those of each."""
+    """``of``: a tensor of 0 dims for a value; ``as_one``: that of several together; ``finish``: the statistic of it.
 
-    of: Callable[[Sequence[Tensor]], Sequence[Tensor]]
-    as_one: Callable[[Tensor], Tensor]
+    What is summed over the mesh is not finished yet, so that one collective serves a row of values.
+    """
 
-
-def _norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [torch.linalg.vector_norm(_wide(x)) for x in tensors]
-
-
-def _largest(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [torch.linalg.vector_norm(_wide(x), math.inf) if x.numel() else x.new_zeros(()) for x in tensors]
+    of: Callable[[Tensor], Tensor]
+    as_one: Callable[[Tensor], Tensor] = torch.sum
+    finish: Callable[[Tensor], Tensor] = lambda row: row
 
 
-def _zeros(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [(x == 0).sum() for x in tensors]
+def row_of(each: Sequence[Tensor], statistic: Statistic, as_one: bool) -> Tensor:
+    """The statistics of values, or the one of all of them, in a row, from what ``of`` gives for each."""
+    dtype = reduce(torch.promote_types, (x.dtype for x in each))
+    row = torch.stack([x.to(each[0].device, dtype) for x in each])
+    return statistic.finish(statistic.as_one(row).reshape(1) if as_one else row)
 
 
-def _not_finite(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [(~torch.isfinite(x)).sum() for x in tensors]
+def _squares(x: Tensor) -> Tensor:
+    size = _wide(x.abs() if x.is_complex() else x)
+    return (size * size).sum()
+
+
+def _largest(x: Tensor) -> Tensor:
+    return _wide(x.abs()).amax() if x.numel() else _wide(x.abs()).sum()
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return (x == 0).sum()
+
+
+def _not_finite(x: Tensor) -> Tensor:
+    return (~torch.isfinite(x)).sum()
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -39,9 +51,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 STATISTICS = {
-    "norm": Statistic(_norms, torch.linalg.vector_norm),
+    "norm": Statistic(_squares, finish=torch.sqrt),
     "max": Statistic(_largest, torch.amax),
-    "zeros": Statistic(_zeros, torch.sum),
-    "nan": Statistic(_not_finite, torch.sum),
+    "zeros": Statistic(_zeros),
+    "nan": Statistic(_not_finite),
 }
 """``norm``: Euclidean; ``max``: the largest absolute value; ``zeros``: how many elements are 0; ``nan``: NaN or Inf."""

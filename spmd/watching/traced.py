@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from passes import CaptureError
 
 from .._torch import register_module_forward_hook, tree_flatten
-from .statistics import STATISTICS
+from .statistics import STATISTICS, row_of
 from .watch import ALL, Spec, Watched
 
 PARAMETER, GRADIENT, UPDATE, OUTPUT = "", "grad", "update", "output"
@@ -51,17 +51,15 @@ class Watching:
             self._look_at_end()
 
     def found(self) -> dict[Watched, Tensor]:
-        """The statistics of all that was looked at."""
+        """The statistics of all that was looked at: a row for each that a spec asks for."""
         return {key: value for spec in self._specs for key, value in self._of(spec)}
 
     def _of(self, spec: Spec) -> Iterator[tuple[Watched, Tensor]]:
         seen = self._seen[spec]
+        names = (ALL,) if spec.as_one else tuple(seen)
         for k, statistic in enumerate(spec.statistics if seen else ()):
-            if spec.as_one:
-                each = torch.stack([values[k] for values in seen.values()])
-                yield (spec, ALL, statistic), STATISTICS[statistic].as_one(each)
-            else:
-                yield from (((spec, name, statistic), values[k]) for name, values in seen.items())
+            each = [values[k] for values in seen.values()]
+            yield (spec, names, statistic), row_of(each, STATISTICS[statistic], spec.as_one)
 
     def _look(self, kind: str, values: Mapping[str, Tensor]) -> None:
         """Compute the statistics of some values of a kind, by the name of what they are of."""
@@ -71,9 +69,9 @@ class Watching:
             if not named:
                 continue
             with torch.no_grad():
-                computed = [STATISTICS[each].of([x.detach() for x in named.values()]) for each in spec.statistics]
-            for name, *found in zip(named, *computed, strict=True):
-                self._seen[spec][f"{name}.{kind}".removesuffix(".")] = found
+                for name, value in named.items():
+                    found = [STATISTICS[each].of(value.detach()) for each in spec.statistics]
+                    self._seen[spec][f"{name}.{kind}".removesuffix(".")] = found
 
     def _begin_update(self, optimizer: Optimizer, *_: Any) -> None:
         updated = self._updated_by(optimizer)
@@ -117,6 +115,8 @@ class Watching:
         if any(_fits(name, of) for name in names):
             return kind, of
         near = difflib.get_close_matches(of or kind, names, n=3, cutoff=0.3) or names[:3]
+        if spec.if_any:
+            return (kind, of) if of else (PARAMETER, spec.pattern)
         what = "modules" if kind == OUTPUT else "parameters"
         raise CaptureError(
             f'watch("{spec.pattern}") fits none of the {len(names)} {what} of the step: expected a name, or a pattern '

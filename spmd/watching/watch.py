@@ -20,17 +20,22 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Spec:
-    """Some ``statistics`` of the values whose names fit ``pattern``, of each or of all ``as_one``."""
+    """Some ``statistics`` of the values whose names fit ``pattern``, of each or of all ``as_one``.
+
+    ``if_any``: whether a step may have no such values.
+    """
 
     pattern: str
     statistics: tuple[str, ...]
     as_one: bool
+    if_any: bool = False
 
     def __str__(self) -> str:
         return f"{' and '.join(self.statistics)} of {self.pattern}{' as one' * self.as_one}"
 
 
-Watched = tuple[Spec, str, str]  # a statistic: of what, the name of the value, and its own
+Row = tuple[tuple[str, ...], str]  # a statistic of values in a row: their names, and its own
+Watched = tuple[Spec, tuple[str, ...], str]  # the same, with what asks for it
 
 
 @dataclass(eq=False)
@@ -47,7 +52,7 @@ class Watch:
     to: Any = None
     call: int = 0
     is_over: bool = False
-    _found: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
+    _found: Mapping[Row, Tensor] = field(default_factory=dict)
     _values: Values = field(default_factory=dict)
     _hands_on: bool = False
 
@@ -66,7 +71,7 @@ class Watch:
         self.deliver()
         self.is_over = True
 
-    def take(self, call: int, found: Mapping[tuple[str, str], Tensor], is_first: bool) -> None:
+    def take(self, call: int, found: Mapping[Row, Tensor], is_first: bool) -> None:
         """Take what a call gave; nothing waits for it yet. What the one before gave was handed on when it began."""
         self.call, self._found, self._hands_on = call, found, is_first
 
@@ -75,8 +80,9 @@ class Watch:
         if not self._found:
             return
         values: Values = {}
-        for (name, statistic), value in self._found.items():
-            values.setdefault(name, {})[statistic] = value.item()
+        for (names, statistic), row in self._found.items():
+            for name, value in zip(names, row.tolist(), strict=True):
+                values.setdefault(name, {})[statistic] = value
         self._values, self._found = values, {}
         if self.to is None or not self._hands_on:
             return
@@ -117,7 +123,7 @@ class Watches:
     def take(self, call: int, found: Mapping[Watched, Tensor], is_first: bool) -> None:
         """Take what a call gave. ``is_first``: whether this is the first rank, which hands it on."""
         for watch in self._all if found else ():
-            own = {(name, statistic): value for (spec, name, statistic), value in found.items() if spec == watch.spec}
+            own = {(names, statistic): row for (spec, names, statistic), row in found.items() if spec == watch.spec}
             if own and watch.is_due(call):
                 watch.take(call, own, is_first)
 

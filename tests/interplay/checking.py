@@ -13,6 +13,7 @@ import spmd
 
 from .comparing import annotate, compiled, joined, settings
 from .meshes import MESHES, world
+from .norms import NormsOfCalls
 from .planted import planted
 from .training import Training
 
@@ -54,6 +55,7 @@ def _prepared(values: Mapping[str, str], folder: Path) -> tuple[Any, tuple[Any, 
     torch.manual_seed(0)
     training = Training.of(values)
     annotate(values, training.model)
+    NormsOfCalls(values, step)
     return step, (*training.arguments(), *joined(values, CALL))
 
 

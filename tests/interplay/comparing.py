@@ -23,6 +23,7 @@ from .between import FAILED, Batch, Compiled, Plain
 from .draws import DrawsByPosition, begin_draws
 from .effects import counted_traces, each_rank_traces, missing, tight_budgets
 from .meshes import MESHES, parts_of
+from .norms import NormsOfCalls
 from .overrides import OVERRIDES
 from .planted import planted
 from .training import CALLS, IN_PLACE, Training, batch, step_of
@@ -121,16 +122,17 @@ def _run(
 ) -> list[Snapshot]:
     """What a user sees after each of the calls, of which the first is that of a process."""
     torch.manual_seed(0)
-    training, seen = _fresh(values, step), []
+    training, norms, seen = _fresh(values, step), NormsOfCalls(values, step), []
     if calls.start:
         beside.load(training)
     for call in calls:
         if values["between"] == "second model" and call == 2:
             step(*_fresh(values, step).arguments(), *batches[call])
-        result = step(*training.arguments(), *batches[call])
+        with norms.of_call(training) as found:
+            result = step(*training.arguments(), *batches[call])
         beside.look(step)
         stays_pending = values["deferral"] == "yes" and call == 1  # to look at state would finish an update
-        seen.append(snapshot((result, [*training.log]), () if stays_pending else training.arguments()[:3]))
+        seen.append(snapshot((result, [*training.log], found), () if stays_pending else training.arguments()[:3]))
         if stays_pending and values["between"] in IN_PLACE and isinstance(step, spmd.CompiledStep):
             step.flush()
         training.after(call)

@@ -23,6 +23,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "memory": ("any", "1GB", "tight"),
     "cache": ("one rank for all", "each rank", "written", "warm"),
     "dynamic": ("found", "named"),
+    "watch": ("nothing", "norms"),
     "override": ("none", "replacement", "transform"),
     "backend": ("aten", "graph copied", "no passes", "inductor"),
     "clears": ("last", "first", "each second", "each second, clipped"),
@@ -102,6 +103,9 @@ UNWRITTEN: dict[str, Excludes] = {
     "annotations stand in the place of a style": lambda row: (
         _lacks(row, "annotations", "none")
         and (_lacks(row, "style", "replicate") or _lacks(row, "mesh", "2", "3", "1", "2x2"))
+    ),
+    "gradients of the call before cannot be looked at": lambda row: (
+        _has(row, "watch", "norms") and _has(row, "deferral", "yes")
     ),
     "experts are of a mixture": lambda row: _has(row, "mesh", "experts") and _lacks(row, "model", "mixture"),
     "updates are deferred over messages": lambda row: _has(row, "deferral", "yes") and _has(row, "transport", "memory"),

@@ -82,5 +82,5 @@ def test_what_is_right_trains_as_without_the_check(ranks: Ranks) -> None:
 
 
 def test_only_first_or_none() -> None:
-    with pytest.raises(ValueError, match='to be "first" or None'):
+    with pytest.raises(ValueError, match='to be "first", "nan" or None'):
         spmd.compile(step, check="always")

@@ -246,7 +246,7 @@ def test_programs_that_look_are_verified_and_certified() -> None:
     alone = spmd.certify(step, model, optimizer, *case.part(0, 0), world=2)
     step.watch("*.grad", "norm", "max", "zeros")
     looking = spmd.certify(step, model, optimizer, *case.part(0, 0), world=2)
-    assert alone and looking and looking.outputs == alone.outputs + 12
+    assert alone and looking and looking.outputs == alone.outputs + 3  # a row of each
     assert spmd.verify(step, model, optimizer, *case.part(0, 0), world=2)
 
 
