@@ -649,6 +649,20 @@ def gloo_of_one_worker() -> Iterator[None]:
 _bodies, _bodies_change = list[None](), threading.Lock()  # of ``gloo_of_one_worker``, which run now
 
 
+@contextmanager
+def group_sizes(answer: Callable[[int], int]) -> Iterator[None]:
+    """Let torch take ``answer(size)`` for the size of each group, for the length of the context.
+
+    ``get_world_size`` asks for it, under whatever name a module has imported that. 2.11 to 2.15.
+    """
+    size = distributed_c10d._get_group_size
+    distributed_c10d._get_group_size = lambda group: answer(size(group))
+    try:
+        yield
+    finally:
+        distributed_c10d._get_group_size = size
+
+
 class _GlooOfOneWorker(distributed.ProcessGroupGloo):
     """A gloo group in which one thread runs the collectives, in the order in which they began.
 

@@ -33,7 +33,7 @@ MODES = {
 
 @contextmanager
 def plain(is_plain: bool) -> Iterator[None]:
-    """``spmd.compile`` returns steps as they are, at which hooks look, and ``spmd.from_pretrained`` models that they run on."""
+    """``spmd.compile`` returns steps as they are, at which hooks look, ``spmd.from_pretrained`` models for them."""
     read = spmd.from_pretrained
     with pytest.MonkeyPatch.context() as patch:
         if is_plain:

@@ -44,6 +44,7 @@ from ..python_state.effects.lasting_hooks import refuse_lasting_hooks
 from ..python_state.lines import line_naming
 from ..python_state.reads import Change, Reads, ReadSite
 from ..python_state.reads.clocks import refused_clocks
+from ..python_state.reads.world_size import one_rank
 from ..watching.traced import Watching
 from .attached import attached_attributes, attached_objects
 from .decompositions import first_trace_table
@@ -195,6 +196,7 @@ class Trace:
             self.reads.journals.recorded_logging(),
             self.reads.refusals.refused_streams(),
             refused_clocks(),
+            one_rank(),
             tensors_as_text(),
             tensor_checks_as_ops(),
             ids_of_live_state(swap.live_and_fakes),

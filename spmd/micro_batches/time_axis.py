@@ -21,6 +21,7 @@ from ..partitioner.prepare import prepared
 from ..partitioner.solvers.problem import Problem
 from ..placements import chunk, local_shape
 from .accumulate import TIME, TIME_AXIS, TIME_AXIS_LAST, accumulate, joined_outputs, sums_in_time, without_axis
+from .added_to_state import add_to_state_last
 from .early_sums import compute_early, early, floats, of_activations
 from .equal_rows import compute_equal_rows_in_part
 from .follow_the_run import add_run, follow_the_run
@@ -120,7 +121,7 @@ class _Shares:
 
     def __post_init__(self) -> None:
         ranks = prod(self.program.mesh.axes[k].size for k in self.program.mesh.axes_with(AxisRole.BATCH))
-        self.program = prepared(self.program, parts=ranks * self.count)
+        self.program = add_to_state_last(prepared(self.program, parts=ranks * self.count), self.rows)
         self._assignment: Assignment | None = None  # that of the first one, once it is emitted
         self._takes_run = False
 

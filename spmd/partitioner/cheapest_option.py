@@ -21,7 +21,7 @@ from passes.ir.rates import Rate
 from ..placements import OwnRows
 from ..rules import OpCall, Option
 from .assignment import Choice, shown
-from .option_costs import OptionCosts
+from .option_costs import OptionCosts, is_made_as_sum
 from .options import Options, is_free, key_of
 from .values import Value
 
@@ -56,7 +56,8 @@ class Chooser:
         ask = _Ask(call, operands, hint, phase, required, later, given)
         if (self.model_axes and later is not None) or self.expert_axes or given is not None:
             return self._cheapest(ask)
-        key = (*key_of(call), tuple(tuple(value.nodes) for value in operands), hint, phase, required)
+        held = tuple((*value.nodes, value.batch, is_made_as_sum(value)) for value in operands)
+        key = (*key_of(call), held, hint, phase, required)
         if key not in self._chosen:
             self._chosen[key] = self._cheapest(ask)
         return self._chosen[key]
@@ -91,7 +92,7 @@ class Chooser:
         found = options
         if ask.required is not None:
             found = [option for option in found if option.results[0] == ask.required[index]]
-        elif given is None and ask.phase is Phase.UPDATE and _is_contraction(found):
+        elif given is None and ask.phase is Phase.UPDATE and _is_contraction(found) and not ask.reads_batch(index):
             found = _on_matrices(ask.call, found, ask.operands, index)
         if given is None and ask.hint is not None and isinstance(ask.hint[index], OwnRows):
             found = [option for option in found if option.results[0] == ask.hint[index]] or found
@@ -122,6 +123,10 @@ class _Ask:
     required: Placements | None
     later: Later | None
     given: Choice | None
+
+    def reads_batch(self, axis: int) -> bool:
+        """Whether an operand has rows of the batch that this axis splits, such as gradients of each row."""
+        return any(axis in value.batch for value in self.operands)
 
 
 def _keeps_batch(option: Option, operands: Sequence[Value], axis: int) -> bool:

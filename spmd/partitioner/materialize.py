@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from passes import Role
 from passes.ir.effects import is_random
@@ -30,6 +30,7 @@ from .context import Context
 from .diagnostics import Diagnostics
 from .emit_op import OpEmitter
 from .local_op import LocalOp
+from .option_costs import is_made_as_sum
 from .parameters import Parameters
 from .redistribute import Reason
 from .tally import Tally
@@ -182,9 +183,10 @@ class Materializer:
         return self._compute_again(node, operands, chosen, placement) if chosen is not None else None
 
     def _zeros(self, value: Value, placement: Placements) -> Any:
-        """Make zeros, to which rows of experts are added, where they are read; in runs or not, they are the same."""
+        """Make zeros, to which rows are added, where they are read; in runs or not, they are the same."""
         node, routes = value.source, self.context.routes
-        if not (routes.groups or routes.own) or not has(node.target, Trait.ZEROS):
+        becomes_sum = is_made_as_sum(value) and any(isinstance(p, Partial) for p in placement)
+        if not (becomes_sum or routes.groups or routes.own) or not has(node.target, Trait.ZEROS):
             return None
         plain = tuple(Shard(p.dim) if isinstance(p, Interleaved) else p for p in placement)
         given = self._operands_again(node)  # what they are made like, if anything, in one of the placements it has

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes import Axis, AxisRole, Mesh, Phase
+from passes.ir.ops import Trait, has
 from passes.ir.program import Placements
 
 from ..placements import ByGroup, OwnRows
@@ -56,12 +57,7 @@ class OptionCosts:
             self.on_model and any(isinstance(p, Shard) for p in option.operands)
         )
         placed = list(zip(self.operands, option.operands, strict=True))
-        moves = [
-            0.0
-            if self.experts and _made_where_read(value, p)
-            else move_cost(self._held(value), p, self.index, self.mesh, may_join)
-            for value, p in placed
-        ]
+        moves = [self._moved(value, p, may_join) for value, p in placed]
         total = sum(moves)
         if self.on_model:
             follows_hint = self.hint is not None and option.results[0] == self.hint[self.index]
@@ -73,6 +69,16 @@ class OptionCosts:
         elif self.experts and self._divides_experts(option):
             total += _WEIGHT_STAYS * self.axis.rate.latency
         return total + self._missed_hint(option) + self._own(option)
+
+    def _moved(self, value: Value, placement: Placement, may_join: bool) -> float:
+        """The cost of one operand. Zeros are made as a sum to which rows are added, which is reduced later."""
+        if self.experts and _made_where_read(value, placement):
+            return 0.0
+        if not may_join and isinstance(placement, Partial) and is_made_as_sum(value):
+            nbytes = value.bytes_before(value.primary, self.index, self.mesh)
+            gathers = all(axis.of_ranks for axis in self.mesh.axes)  # micro-batches cannot
+            return cost(placement, Replicate(), nbytes, self.axis) if gathers else 0.0
+        return move_cost(self._held(value), placement, self.index, self.mesh, may_join)
 
     def _divides_experts(self, option: Option) -> bool:
         """Whether the dim of experts, which another axis splits, would be split along this one, too."""
@@ -136,6 +142,11 @@ class OptionCosts:
         if self.index not in self.experts or not can_go or info is None or not isinstance(result, Partial):
             return 0.0
         return cost(result, Shard(0), info.nbytes, self.axis)
+
+
+def is_made_as_sum(value: Value) -> bool:
+    """Whether a value is zeros that each rank has whole: summed over ranks they are zeros, too."""
+    return has(value.source.target, Trait.ZEROS) and all(p == Replicate() for p in value.primary)
 
 
 def _made_where_read(value: Value, placement: Placement) -> bool:

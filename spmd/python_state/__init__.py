@@ -21,6 +21,7 @@ lists, dicts, deques that are logs      stand-ins that record                   
 prints, ``logging``                     stand-ins that record                                  ``logging_calls.py``
 iterators, files, queues, streams       stand-ins that refuse                                  ``refusing.py``
 clocks                                  stand-ins that refuse, in the module ``time``          ``clocks.py``
+the number of ranks                     a stand-in in ``torch.distributed`` that returns 1     ``world_size.py``
 random generators, arrays, variables    their state, compared at the end                       ``compared_objects.py``
 arrays, caches, context, environment    as a whole, for guards                                 ``contents.py``
 parameter groups, gradients             entries, compared at the end                           ``effects/groups.py``

@@ -23,6 +23,7 @@ from ..call.rng import random_state_kept
 from ..call.state import Arguments, hyper_parameters_of, slots_of
 from ..capture.values.flex_attention import flex_attention_as_ops
 from ..deferral.pending import calling, finish_pending
+from ..python_state.reads.world_size import one_rank
 from ..ranks.differences import Difference, difference, rounding_of
 from .compare_bits import compare_bits
 from .compared_stages import kept, stages_of
@@ -124,7 +125,7 @@ class PlainStep:
 
     def run(self) -> Any:
         """One step; returns its result."""
-        with flex_attention_as_ops():  # of which torch has no backward on the CPU
+        with one_rank(), flex_attention_as_ops():  # of which torch has no backward on the CPU
             return self.subject.function(*self.copied.args, **self.copied.kwargs)
 
     def given(self) -> Arguments:

@@ -6,7 +6,8 @@ they are observed. ``stand_ins.py`` puts fakes, and what records or refuses, in 
 ``recorded_reads.py`` is what is left for guards; ``read_sites.py``, ``snapshots.py`` and ``changes.py`` define what
 that holds. ``replacement_reads.py`` records the reads of overrides. What each call of a program repeats is recorded in
 ``journals.py`` and ``logging_calls.py``; what none could repeat is refused in ``refusing.py``, ``compared_objects.py``
-and ``clocks.py``. ``contents.py`` has what arrays, caches of functions and the environment hold.
+and ``clocks.py``. ``contents.py`` has what arrays, caches of functions and the environment hold; ``world_size.py``
+answers how many ranks there are.
 """
 
 from .changes import Change
