@@ -111,18 +111,14 @@ def _rewritten(program: Program) -> list[Program]:
 
 def _rewrite_accumulating(each: Pass, program: Program) -> None:
     """Rewrite the programs of other runs than the last one, too, once they have their own."""
-    micro = program.micro_batches
-    if micro is None or isinstance(each, SplitMicroBatches):
+    if isinstance(each, SplitMicroBatches):
         return
     done = {}
-    for name in ("accumulating", "opening"):
-        before = getattr(micro, name)
-        if before is not None:
-            done[name] = own = before.copy()
-            own.micro_batches = None
-            _complete(own, each.rewrite(own))
-            check_program(own, before)
-    program.micro_batches = replace(micro, **done)
+    for name, before in program.earlier.items():
+        done[name] = own = before.copy()
+        _complete(own, each.rewrite(own))
+        check_program(own, before)
+    program.earlier = done
 
 
 class _Finished(Mapping[str, Program]):

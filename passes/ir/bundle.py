@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -148,9 +148,14 @@ class Bundle:
         own = self.coordinate_of(program)
         return [role for role in self.programs if own in self.coordinates(role)]
 
-    def copied_for(self, program: Program) -> Bundle:
-        """The same, with copies of the programs that the rank runs that a program is for."""
-        own = {role: self.programs[role].copy() for role in self.roles_of(program)}
+    def order_of(self, program: Program) -> tuple[str, ...]:
+        """The roles that the rank that a program is for runs in a call, of which there is one kind."""
+        (call,) = self.calls
+        return self.order(call, self.coordinate_of(program))
+
+    def mapped_for(self, program: Program, rewritten: Callable[[Program], Program]) -> Bundle:
+        """The same, with the programs that the rank runs that a program is for as a function makes them."""
+        own = {role: rewritten(self.programs[role]) for role in self.roles_of(program)}
         return replace(self, programs=ChainMap(own, cast(dict[str, Program], self.programs)))
 
     def axis_of(self, role: str) -> Axis | None:

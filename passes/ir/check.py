@@ -69,14 +69,14 @@ def _micro_batches_are_sound(program: Program) -> None:
         raise PassError(f"micro-batches of {program.name} divide {missing}, but it has no such inputs")
     above = {name for names in micro.tree.values() for name in names}
     accumulators = {each.name for each in inputs.values() if each.role.is_sum} - above
-    first = micro.accumulating
-    for each in filter(None, (program, first, micro.opening)):
+    first, opening = program.earlier.get("accumulating"), program.earlier.get("opening")
+    for each in filter(None, (program, first, opening)):
         lost = sorted(accumulators - _updated(each))
         if lost:
             raise PassError(f"{each.name} runs for each micro-batch, but does not add to {lost}")
     kept = {each.name for each in inputs.values() if each.role.is_carried}
     in_place = any(declared.in_place for declared in program.inputs)
-    for run, may in ((first, accumulators), (micro.opening, accumulators | kept)):
+    for run, may in ((first, accumulators), (opening, accumulators | kept)):
         written = sorted(_updated(run) - may) if run is not None and in_place else []
         if run is not None and written:
             raise PassError(f"{run.name} is not the last run of a call, but writes to {written}")

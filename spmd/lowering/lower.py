@@ -66,14 +66,15 @@ class Runs:
         micro = program.micro_batches
         if micro is None:
             return None
-        first = accumulating(micro.accumulating or program, micro.joined)
-        if micro.accumulating is None:
+        first = accumulating(program.earlier.get("accumulating", program), micro.joined)
+        if not program.earlier:
             DeadCode().rewrite(first)
         executable, opening = lower(first, arenas, Commit(), regions, cuda_graphs), None
         is_read = has_shared_arena(first.graph)
-        if micro.opening is not None:
-            opening = lower(accumulating(micro.opening, micro.joined), arenas, Commit(), regions, cuda_graphs)
-            is_read = is_read or has_shared_arena(micro.opening.graph)
+        if "opening" in program.earlier:
+            own = accumulating(program.earlier["opening"], micro.joined)
+            opening = lower(own, arenas, Commit(), regions, cuda_graphs)
+            is_read = is_read or has_shared_arena(own.graph)
         return cls(program, executable, arenas, opening, is_read_by_peers=is_read)
 
     def accumulate(self, inputs: Sequence[Any], commit: Commit) -> tuple[list[Any], list[list[Any]]]:

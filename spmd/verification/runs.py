@@ -20,7 +20,6 @@ from passes.ir.micro_batches import (
     empty_accumulators,
     new_accumulators,
     own_rows,
-    runs_of,
     without_assertions_on_sums,
 )
 
@@ -57,8 +56,8 @@ def run_programs(
             given[k] = zeros
     if micro.spread is not None:
         return _run_spread(programs, inputs, watch)
-    runs = [runs_of(program) for program in programs]
-    is_split = micro.accumulating is not None and len(micro.accumulating.outputs) != len(programs[0].outputs)
+    runs = [program.in_order() for program in programs]
+    is_split = any(len(each.outputs) != len(programs[0].outputs) for each in programs[0].earlier.values())
     seen = None if watch is None or is_split else _Seen(micro.together > 1, _ranks_with_rows(programs[0]))
     rows: list[list[dict[str, Any]]] = [[] for _ in programs]
     for k in range(micro.count):
@@ -88,11 +87,14 @@ def _run_spread(programs: Sequence[Program], inputs: Sequence[list[Any]], watch:
             whole = torch.cat([given[k] for given in inputs], micros[0].split[name])
             for given in inputs:
                 given[k] = whole
-    lasts, rows = [runs_of(each)[-1] for each in programs], [list[dict[str, Any]]() for _ in programs]
-    firsts = [accumulating(m.accumulating or each, m.joined) for m, each in zip(micros, programs, strict=True)]
+    lasts, rows = [each.in_order()[-1] for each in programs], [list[dict[str, Any]]() for _ in programs]
+    firsts = [
+        accumulating(each.earlier.get("accumulating", each), micro.joined)
+        for micro, each in zip(micros, programs, strict=True)
+    ]
     for first in firsts:
         DeadCode().rewrite(first)
-    openings = [m.opening or each for m, each in zip(micros, firsts, strict=True)]
+    openings = [whole.earlier.get("opening", each) for whole, each in zip(programs, firsts, strict=True)]
     turns = list(zip(*([*micro.idle_runs, *micro.runs] for micro in micros), strict=True))
     for turn, numbers in enumerate(turns, start=1):
         now = lasts if turn == len(turns) else openings if turn == 1 else firsts
