@@ -371,8 +371,7 @@ def _facts(program: Program) -> Iterator[str]:
     """The facts that all ranks of a program share, a line for each input, node and output."""
     position = {node: k for k, node in enumerate(program.graph.nodes)}
     for declared in program.inputs:
-        inside = [each.input for each in declared.parts] or [declared]
-        yield from (f"{each.role} {each.name}: {each.dtype}{each.placement}{each.memory}" for each in inside)
+        yield from (f"{each.role} {each.name}: {each.dtype}{each.placement}{each.memory}" for each in declared.inside)
     for node in program.graph.nodes:
         described = node.meta.get("collective")
         facts = [node.op, _target(node.target), _arguments(node, position, program)]

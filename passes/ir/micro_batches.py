@@ -45,6 +45,12 @@ def without_assertions_on_sums(program: Program) -> Program:
     return own
 
 
+def added_to(program: Program) -> frozenset[str]:
+    """The names of the accumulators that each run adds to; those above, in a tree, grow between runs."""
+    above = {name for names in program.micro_batches.tree.values() for name in names} if program.micro_batches else ()
+    return frozenset(e.name for each in program.inputs for e in each.inside if e.role.is_sum).difference(above)
+
+
 def new_accumulators(program: Program) -> dict[int, torch.Tensor]:
     """Zeros for what runs hand on, accumulators above all, by their positions among the inputs of a program."""
     inputs = enumerate(zip(program.inputs, program.placeholders, strict=True))

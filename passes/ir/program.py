@@ -129,6 +129,11 @@ class Input:
     numbers: tuple[str, ...] = ()
     wire: torch.dtype | None = None
 
+    @property
+    def inside(self) -> list[Input]:
+        """The inputs that lie in this one, or itself."""
+        return [part.input for part in self.parts] or [self]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -298,6 +303,7 @@ class Program:
     annotations: Any = None  # what users asked for modules, for the parallel mode to read
     micro_batches: MicroBatches | None = None  # if it runs several times in a call, how
     earlier: Mapping[str, Program] = field(default_factory=dict)  # what a call runs before it, by role, if it is other
+    writes: frozenset[str] | None = None  # all that it updates, where that is declared, as of an earlier program
     stages: Any = None  # if ranks run stages of it in its place, the bundle of their programs
     schedules: tuple[Any, ...] = ()  # of a pipeline, those that fit the step, the one that it has first
     room: float | None = None  # rows of experts that a rank has room for, as a multiple of the mean; None: for all

@@ -11,7 +11,7 @@ from ..communication.gather_once import gathered_for_all
 from ..communication.keep_over_runs import keep_over_runs
 from ..communication.reduce_once import reduced_for_all
 from ..errors import PassError
-from ..ir.micro_batches import GATHERED_ONCE, REDUCED_ONCE, accumulating
+from ..ir.micro_batches import GATHERED_ONCE, REDUCED_ONCE, accumulating, added_to
 from ..ir.program import Program
 
 
@@ -31,6 +31,7 @@ class SplitMicroBatches(Pass):
         first = accumulating(program.earlier.get("accumulating", program), micro.joined)
         _check_inputs(first, program)
         DeadCode().rewrite(first)
+        first.writes = added_to(program)
         program.earlier = {"accumulating": first}
         if len(program.in_order()) > 1:
             _communicate_first(program)
@@ -47,6 +48,8 @@ def _communicate_first(program: Program) -> None:
     if program.gathers_once:
         keeps |= keep_over_runs(first, others, GATHERED_ONCE, "gathered", gathered_for_all)
     if keeps:
+        kept = {each.name for each in first.inputs if each.role.is_carried and not each.role.is_sum}
+        first.writes = (first.writes or frozenset()) | kept
         program.earlier = {**program.earlier, "opening": first}
 
 

@@ -72,7 +72,7 @@ class DeferredUpdate:
         self.is_lost = False  # whether a call failed that was to run a pending update
         self.last: Program | None = None  # that of the last call
         self._executable = BundleExecutable(bundle, 0, arenas, commit, regions)
-        declared = [part for i in bundle.programs["finish"].inputs for part in ([p.input for p in i.parts] or [i])]
+        declared = [part for i in bundle.programs["finish"].inputs for part in i.inside]
         self.written = frozenset(each.name for each in declared if each.in_place)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from passes import Input, OutputKind, Program
+from passes import OutputKind, Program
 from passes.ir.bundle import Bundle, InFlight
 
 from ..state.commit import Commit
@@ -122,14 +122,10 @@ class _Lowered:
 
 def _writes_state(program: Program) -> bool:
     """Whether a program writes more than accumulators."""
-    names = {each.name: each.role for declared in program.inputs for each in _parts(declared)}
+    names = {each.name: each.role for declared in program.inputs for each in declared.inside}
     updated = {each.name for each in program.outputs if each.kind is OutputKind.UPDATE}
-    updated |= {each.name for declared in program.inputs for each in _parts(declared) if each.in_place}
+    updated |= {each.name for declared in program.inputs for each in declared.inside if each.in_place}
     return any(not names[name].is_carried for name in updated)
-
-
-def _parts(declared: Input) -> list[Input]:
-    return [part.input for part in declared.parts] or [declared]
 
 
 def _own(number: Any) -> Any:
