@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -287,9 +287,18 @@ def messages_of(program: Program) -> list[fx.Node]:
     return [node for node in program.collectives() if is_message(node)]
 
 
+def numbered(order: Iterable[str]) -> list[tuple[str, int]]:
+    """The roles of an order, each with the number of its runs before."""
+    before, found = Counter[str](), list[tuple[str, int]]()
+    for role in order:
+        found.append((role, before[role]))
+        before[role] += 1
+    return found
+
+
 def run_names(order: Sequence[str]) -> list[str]:
     """The names of runs: ``forward.0 of 3`` on a micro-batch, and the role alone of a program that runs once."""
-    return [role if order.count(role) == 1 else f"{role} of {order[:k].count(role)}" for k, role in enumerate(order)]
+    return [role if order.count(role) == 1 else f"{role} of {number}" for role, number in numbered(order)]
 
 
 @dataclass(eq=False)

@@ -385,6 +385,11 @@ class Program:
         alone = {**self.earlier, LAST: replace(self, micro_batches=None, earlier={})}
         return [alone[role] for role in self.micro_batches.order(self.earlier)]
 
+    @property
+    def how_it_runs(self) -> list[str]:
+        """A line for people, where a call runs it several times."""
+        return [] if self.micro_batches is None else [str(self.micro_batches)]
+
     def map(self, rewritten: Callable[[Program], Program]) -> Program:
         """The same, with this program and all others of this rank as a function makes them."""
         earlier = {role: rewritten(each) for role, each in self.earlier.items()}

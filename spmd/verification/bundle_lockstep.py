@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from passes import OutputKind, Program
-from passes.ir.bundle import Bundle, InFlight
+from passes.ir.bundle import Bundle, InFlight, numbered
 
 from .._torch import DisableAutocast
 from .lockstep import Crossing, LockstepError, Pending, Steps, Watch, steps_of
@@ -114,9 +114,8 @@ class BundleRun:
         numbers = self._together[coordinate]
         ranks = [self.ranks[number] for number in numbers]
         order = ranks[0].bundle.order(call, coordinate)
-        for at, role in enumerate(order):
+        for role, run in numbered(order):
             programs: list[Program] = [rank.bundle.programs[role] for rank in ranks]
-            run = order[:at].count(role)
             inputs = [rank.inputs(role, order, given[k], run) for rank, k in zip(ranks, numbers, strict=True)]
             seen = None if watch is None else watch(role, numbers)
             steps: Steps = steps_of(programs, inputs, crossing, seen, self._pending[coordinate])
