@@ -232,16 +232,18 @@ class MicroBatches:
         """The numbers of the runs of this rank."""
         return range(self.count) if self.spread is None else self.spread.runs(self.count)
 
-    def order(self, earlier: Collection[str]) -> tuple[str, ...]:
-        """The roles of the programs that this rank runs in a call, of which these run before the last one.
+    def turns(self, earlier: Collection[str]) -> list[tuple[str, int]]:
+        """The roles of the programs that this rank runs in a call, in order, each with the number of the run.
 
-        All runs but the last one are "accumulating", with the same inputs, if their parts are longer, or
-        ``SplitMicroBatches`` has left them accumulators and rows alone. The first one is "opening", if it communicates
-        for all of them.
+        ``earlier``: the roles of those before the last one. These are "accumulating", with the same inputs, if their
+        parts are longer, or ``SplitMicroBatches`` has left them accumulators and rows alone. The first one is
+        "opening", if it communicates for all of them.
         """
-        count = len(self.idle_runs) + len(self.runs)
-        found = ["accumulating" if "accumulating" in earlier else LAST] * (count - 1) + [LAST]
-        return ("opening", *found[1:]) if "opening" in earlier else tuple(found)
+        numbers = [*self.idle_runs, *self.runs]
+        roles = ["accumulating" if "accumulating" in earlier else LAST] * (len(numbers) - 1)
+        if roles and "opening" in earlier:
+            roles[0] = "opening"
+        return list(zip([*roles, LAST], numbers, strict=True))
 
     @property
     def idle_runs(self) -> list[int]:
@@ -383,7 +385,7 @@ class Program:
         if self.micro_batches is None:
             return [self]
         alone = {**self.earlier, LAST: replace(self, micro_batches=None, earlier={})}
-        return [alone[role] for role in self.micro_batches.order(self.earlier)]
+        return [alone[role] for role, _ in self.micro_batches.turns(self.earlier)]
 
     @property
     def how_it_runs(self) -> list[str]:

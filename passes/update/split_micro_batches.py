@@ -38,6 +38,17 @@ class SplitMicroBatches(Pass):
         return 1
 
 
+def earlier_runs(program: Program) -> dict[str, Program]:
+    """The programs of the runs before the last one, by role, which return accumulators and rows alone."""
+    micro, members, found = program.micro_batches, program.members(), dict[str, Program]()
+    assert micro is not None, "a program that runs several times"
+    for role in dict.fromkeys(role for role, _ in micro.turns(program.earlier)[:-1]):
+        found[role] = accumulating(members[role], micro.joined)
+        if len(found[role].outputs) < len(members[role].outputs):
+            DeadCode().rewrite(found[role])
+    return found
+
+
 def _communicate_first(program: Program) -> None:
     """Give the first run a program of its own, if it has anything to reduce or gather for all runs."""
     accumulates = program.earlier["accumulating"]

@@ -36,10 +36,11 @@ class RunsCertification(Certification):
         runs = [[inlined(each) for each in program.in_order()] for program in last]
         self.sums = [_empty(program, shares) for program in last]
         rows: list[list[dict[str, Any]]] = [[] for _ in last]
-        turns = list(zip(*([*micro.idle_runs, *micro.runs] for micro in self.micros), strict=True))
+        orders = [micro.turns(each.earlier) for micro, each in zip(self.micros, last, strict=True)]
+        turns = list(zip(*orders, strict=True))
         try:
-            for turn, numbers in enumerate(turns):
-                self.final, self.runs = [each[turn] for each in runs], [Run(k, shares) for k in numbers]
+            for turn, at in enumerate(turns):
+                self.final, self.runs = [each[turn] for each in runs], [Run(k, shares) for _, k in at]
                 for node in self.steps([self._inputs(rank, program) for rank, program in enumerate(self.final)]):
                     raise LockstepError(f"{node} waits for ranks of another program", node)
                 for rank in range(len(last)):

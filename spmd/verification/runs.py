@@ -13,15 +13,14 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from passes import OutputKind, Program
-from passes.cleanup.dead_code import DeadCode
 from passes.ir.micro_batches import (
-    accumulating,
     ascend,
     empty_accumulators,
     new_accumulators,
     own_rows,
     without_assertions_on_sums,
 )
+from passes.update.split_micro_batches import earlier_runs
 
 from .bundle_lockstep import BundleRank, BundleRun, WatchOf
 from .lockstep import Watch, run_in_lockstep
@@ -88,17 +87,12 @@ def _run_spread(programs: Sequence[Program], inputs: Sequence[list[Any]], watch:
             for given in inputs:
                 given[k] = whole
     lasts, rows = [each.in_order()[-1] for each in programs], [list[dict[str, Any]]() for _ in programs]
-    firsts = [
-        accumulating(each.earlier.get("accumulating", each), micro.joined)
-        for micro, each in zip(micros, programs, strict=True)
-    ]
-    for first in firsts:
-        DeadCode().rewrite(first)
-    openings = [whole.earlier.get("opening", each) for whole, each in zip(programs, firsts, strict=True)]
-    turns = list(zip(*([*micro.idle_runs, *micro.runs] for micro in micros), strict=True))
-    for turn, numbers in enumerate(turns, start=1):
-        now = lasts if turn == len(turns) else openings if turn == 1 else firsts
-        ranks = list(zip(micros, now, inputs, numbers, strict=True))
+    firsts = [earlier_runs(each) for each in programs]
+    orders = [micro.turns(each.earlier) for micro, each in zip(micros, programs, strict=True)]
+    turns = list(zip(*orders, strict=True))
+    for turn, at in enumerate(turns, start=1):
+        now = lasts if turn == len(turns) else [own[role] for own, (role, _) in zip(firsts, at, strict=True)]
+        ranks = list(zip(micros, now, inputs, (number for _, number in at), strict=True))
         if seen is not None:
             seen.works = [turn > len(micro.idle_runs) for micro in micros]
         taken = [micro.of_run(each.inputs, given, k) for micro, each, given, k in ranks]
