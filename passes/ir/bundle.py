@@ -25,7 +25,7 @@ from .._torch import OpOverload
 from ..errors import PassError
 from .collectives import Collective, Kind, channel_of, group_of, is_message, kind_of, moved, peer_of
 from .printer import print_program, short_dtype
-from .program import Axis, MicroBatches, OutputKind, Placements, Program
+from .program import Axis, Input, MicroBatches, OutputKind, Placements, Program
 from .read_program import read_program
 from .region import region_of
 
@@ -125,6 +125,16 @@ class Bundle:
         """The roles that the rank at ``coordinate`` runs in a call."""
         orders = self.calls[call]
         return orders[coordinate if self.axis else 0]
+
+    def inputs_of(self, declared: Sequence[Input], values: Sequence[Any], number: int) -> list[Any]:
+        """The inputs of a program's run of this number, where its first one has the number 0."""
+        return list(values) if self.micro_batches is None else self.micro_batches.of_run(declared, values, number)
+
+    @property
+    def cut(self) -> Mapping[str, int]:
+        """The inputs of which each run of a program takes one part, by name, with the number of parts."""
+        micro = self.micro_batches
+        return {} if micro is None else dict.fromkeys(micro.split, micro.count)
 
     def coordinates(self, role: str) -> list[int]:
         """Those of the ranks that run a program, along the axis; ``[0]`` without one."""

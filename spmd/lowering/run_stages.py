@@ -72,7 +72,7 @@ class StageRuns:
             nonlocal at
             at = role, number
             declared = [each for each in bundle.programs[role].inputs if each.name in values]
-            return micro.of_run(declared, [values[each.name] for each in declared], number)
+            return bundle.inputs_of(declared, [values[each.name] for each in declared], number)
 
         try:
             returned = iter(self.executable.run("step", given))
