@@ -29,7 +29,6 @@ from .default_passes import backend_of, table_of
 from .errors import MemoryBudgetError, PassError
 from .ir.bundle import Bundle
 from .ir.collectives import Kind
-from .ir.micro_batches import in_all_runs, runs_of
 from .ir.program import Program, is_sharded
 from .ir.roles import Role
 from .memory.binding_peak import Settings, describe_peak
@@ -90,8 +89,7 @@ def check_state_fits(program: Program, budget: int, all_gather: AllGather, kept:
 
     On the host its graphs count, too, as far as they are made. Collective; ``kept``: as for ``fit``.
     """
-    device, stages = device_of(program), program.stages
-    own = [program] if stages is None else [stages.programs[role] for role in stages.roles_of(program)]
+    device, own = device_of(program), program.members().values()
     held, graphs = sum(dict(size for each in own for size in _state_bytes(each, device)).values()), 0
     if device.type == "cpu":
         graphs = _NODE_BYTES * sum(len(each.graph.nodes) for each in (program, program, *kept)) + _COMPILING
@@ -126,7 +124,7 @@ def decide_gathers(program: Program, pipeline: Sequence[Pass], all_gather: AllGa
         if not any(isinstance(each, SplitMicroBatches) for each in pipeline):
             note = ["passes= has no SplitMicroBatches, so that each micro-batch gathers parameters"]
             notes = [*program.notes, *(note if program.gathers_once else [])]
-            return replace(in_all_runs(program, gathers_once=False), notes=notes)
+            return replace(program.with_facts(gathers_once=False), notes=notes)
         if program.gathers_once is None:
             found = RepeatedGathers.of(program, table_of(pipeline), backend_of(pipeline))
     if found is None:
@@ -142,9 +140,9 @@ def bytes_of_stages(
 
     With it a sentence on the peak there, and what graphs and compiling take of it.
     """
-    bundle: Bundle = run(program, pipeline, check=False).stages
-    (call,), device = bundle.calls, device_of(program)
-    own = [bundle.programs[role] for role in bundle.roles_of(program)]
+    done = run(program, pipeline, check=False)
+    bundle: Bundle = done.stages
+    (call,), device, own = bundle.calls, device_of(program), done.members().values()
     planned = bundle_memory(bundle, call, bundle.coordinate_of(program)).planned
     memory, beside = planned.peak + max(map(_bytes_beside, own)), 0
     if device.type == "cpu":
@@ -176,7 +174,7 @@ class _Way:
 
     def of(self, program: Program) -> Program:
         """The program with these settings."""
-        return in_all_runs(program, **vars(self))
+        return program.with_facts(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -323,8 +321,8 @@ class _Search:
 
 
 def _bytes(program: Program) -> int:
-    """The bytes of a final program on its device; of one with micro-batches, in the run that needs the most."""
-    runs = {id(each.graph): each for each in runs_of(program)}
+    """The bytes of a final program on its device, of those that a call runs the one that needs the most."""
+    runs = {id(each.graph): each for each in program.in_order()}
     return max(_bytes_of_run(each, program) for each in runs.values())
 
 

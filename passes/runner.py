@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ._torch import LazyGraphModule
@@ -12,11 +12,10 @@ from .errors import PassError
 from .ir.bundle import Bundle
 from .ir.check import check as check_program
 from .ir.infer_shapes import fill_vals
-from .ir.program import Program
+from .ir.program import LAST, Program
 from .ir.region import Island
 from .regions.form_islands import FormIslands
 from .unexpected_errors import REPORT, describe_op
-from .update.split_micro_batches import SplitMicroBatches
 
 OnStage = Callable[[int, Pass, Program, float], None]  # stage number, pass, program after it, seconds it took
 
@@ -56,16 +55,17 @@ def _run(
     program: Program, passes: tuple[Pass, ...], on_stage: OnStage | None, check: bool, each_time: bool = False
 ) -> Program:
     """``each_time``: check behind passes of ours, too. Else the last check finds what they break, in less time."""
-    done = program.copy()
+    done, promises = program.copy(), program.members()
     for number, each in enumerate(passes, start=FIRST_STAGE):
         is_outer = number in (FIRST_STAGE, FIRST_STAGE + len(passes) - 1)
         is_checked = check and (each_time or is_outer or not _is_ours(each))
-        seconds = _stage(number, each, done, program if is_checked else None)
+        seconds = _stage(number, each, done, promises, is_checked)
         if on_stage is not None:
             on_stage(number, each, done, seconds)
     if program.stages is not None:
         done.stages = replace(done.stages, programs=_Finished(done, program.stages, passes))
-    done.graph_module = LazyGraphModule(done.graph_module, done.graph)
+    for one in (done, *done.earlier.values()):
+        one.graph_module = LazyGraphModule(one.graph_module, one.graph)
     return done
 
 
@@ -84,45 +84,31 @@ def _answered(each: Pass, answers: Iterator[Sequence[bool]]) -> Pass:
     return replace(each, choose=lambda _: next(answers)) if isinstance(each, FormIslands) else each
 
 
-def _stage(number: int, each: Pass, program: Program, promised: Program | None) -> float:
-    """Run one pass, checked against what was promised, and recorded; returns the seconds that the pass itself took."""
-    own, before = _rewritten(program), _rewritten(promised or program)
-    communicated, start = _count_collectives(program), time.perf_counter()
+def _stage(number: int, each: Pass, program: Program, promises: dict[str, Program], is_checked: bool) -> float:
+    """Run one pass over all members, and record it; returns the seconds that the pass itself took.
+
+    ``promises``: by role, the programs that members are checked against. Those that the pass makes are added.
+    """
+    members, communicated, start = program.members(), _count_collectives(program), time.perf_counter()
     try:
-        edits = [each.rewrite(one) for one in own]
-        _rewrite_accumulating(each, program)
+        edits = {role: each.rewrite(one) for role, one in members.items()}
         seconds = time.perf_counter() - start
-        for one, count, promise in zip(own, edits, before, strict=True):
-            _complete(one, count)
-            if promised is not None:
-                check_program(one, promise)
+        for role, one in program.members().items():
+            _complete(one, edits.get(role, 0))
+            if members.get(role) is not one:
+                promises[role] = one.copy()
+            if is_checked:
+                check_program(one, promises[role])
     except Exception as error:
         raise _failure(number, each, program, error) from error
-    outcome = _outcome(each, sum(edits), communicated, _count_collectives(program))
+    outcome = _outcome(each, sum(edits[role] for role in _recorded(edits)), communicated, _count_collectives(program))
     program.history.append(f"{number:02} {each}: {outcome}")
     return seconds
 
 
-def _rewritten(program: Program) -> list[Program]:
-    """The programs that passes rewrite: this one, or those of a pipeline that this rank runs in its place."""
-    bundle: Bundle | None = program.stages
-    return [program] if bundle is None else [bundle.programs[role] for role in bundle.roles_of(program)]
-
-
-def _rewrite_accumulating(each: Pass, program: Program) -> None:
-    """Rewrite the programs of other runs than the last one, too, once they have their own."""
-    micro = program.micro_batches
-    if micro is None or isinstance(each, SplitMicroBatches):
-        return
-    done = {}
-    for name in ("accumulating", "opening"):
-        before = getattr(micro, name)
-        if before is not None:
-            done[name] = own = before.copy()
-            own.micro_batches = None
-            _complete(own, each.rewrite(own))
-            check_program(own, before)
-    program.micro_batches = replace(micro, **done)
+def _recorded(members: Mapping[str, object]) -> Iterable[str]:
+    """The members whose edits the history of a program counts: itself, or those that run in its place."""
+    return [LAST] if LAST in members else members
 
 
 class _Finished(Mapping[str, Program]):
@@ -145,7 +131,8 @@ class _Finished(Mapping[str, Program]):
 
 
 def _count_collectives(program: Program) -> int:
-    return sum(len(each.collectives()) for each in _rewritten(program))
+    members = program.members()
+    return sum(len(members[role].collectives()) for role in _recorded(members))
 
 
 def _complete(program: Program, edits: object) -> None:

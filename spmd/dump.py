@@ -93,7 +93,7 @@ class Dump:
     def bundle(self, bundle: Bundle) -> None:
         """``bundle.txt``: channels, calls, and all programs; of a pipeline also its schedule, ``schedule.csv``."""
         self._write("bundle.txt", lambda: print_bundle(bundle))
-        if bundle.micro_batches is not None:
+        if bundle.axis:
             self._write("schedule.csv", lambda: schedule_text(bundle))
 
     def on_pass(self, number: int, each: Pass, program: Program, seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,9 +103,9 @@ def transform(
     transforming = [override for override in overrides if type(override).transform is not Override.transform]
     if not transforming:
         return program, {}
-    if program.micro_batches is not None and program.micro_batches.accumulating is not None:
+    if program.earlier:
         raise PassError(
-            f"expected rows that {program.micro_batches.count} micro-batches divide, since "
+            f"expected rows that {len(program.in_order())} micro-batches divide, since "
             f"{type(transforming[0]).__name__}.transform edits one graph, and parts of other lengths have their own: "
             "pass batches that divide evenly, or drop the last one"
         )
@@ -124,15 +125,11 @@ def transform(
 def transform_graph_module(
     program: Program, transformation: Callable[[fx.GraphModule], fx.GraphModule] | None
 ) -> Program:
-    """``program`` with the graph that the user's ``gm_transformation`` returns; the same for all micro-batches."""
-    if transformation is None:
-        return program
-    micro = program.micro_batches
-    if micro is not None:
-        first, opening = (
-            each and transform_graph_module(each, transformation) for each in (micro.accumulating, micro.opening)
-        )
-        program = replace(program, micro_batches=replace(micro, accumulating=first, opening=opening))
+    """``program`` with the graph that the user's ``gm_transformation`` returns; the same for all that a call runs."""
+    return program if transformation is None else program.map(partial(_transformed, transformation=transformation))
+
+
+def _transformed(program: Program, transformation: Callable[[fx.GraphModule], fx.GraphModule]) -> Program:
     with errors_of(PassError, f"gm_transformation={named_at(transformation)}"):
         module = transformation(program.graph_module)
     if not isinstance(module, fx.GraphModule):

@@ -28,7 +28,7 @@ from .recorder import Recorder
 from .running.compiled import Compiled
 from .running.deferred_program import DeferredProgram
 from .state.split_tensor import own_looks
-from .step_compiler import StepCompiler, first_runs
+from .step_compiler import StepCompiler
 from .step_runner import StepRunner
 from .watching.watch import Watch, watch_of
 
@@ -220,7 +220,7 @@ class CompiledStep(Generic[P, R]):
             if isinstance(each, DeferredProgram):
                 dump.bundle(each.deferred.bundle)
                 between_calls = each.programs
-            for program in (*between_calls, *first_runs(each.program)):
+            for program in (*between_calls, *each.program.earlier.values()):
                 self._compiler.dumps.dump(Path(folder), program.name).stage(99, "lowered", program)
 
     def diff(self, *stages: str) -> Diff:

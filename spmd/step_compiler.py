@@ -255,7 +255,7 @@ class StepCompiler:
         self, dump: Dump, program: Program, bundle: Bundle | None, make_report: Callable[[], Report]
     ) -> None:
         dump.stage(99, "lowered", program)
-        for each in first_runs(program):
+        for each in program.earlier.values():
             self.dumps.dump(self._options.dump_folder, each.name).stage(99, "lowered", each)
         dump.report(make_report)
         if bundle is not None:
@@ -342,7 +342,7 @@ class StepCompiler:
         if Fact.STORAGE in facts_of(pipeline):
             found = storage_facts(local.inputs, call.slots, agreement.all_gather_text)
             if found != (local.stored, local.fixed):
-                local.stored, local.fixed = found
+                local = local.with_facts(stored=found[0], fixed=found[1])
                 choosing = self._choosing(local, pipeline, agreement, stages, lookup)
                 with DisableAutocast(), choosing as pipeline:
                     program, _ = self._options.run(local, pipeline, stages.noting(local, dump.on_pass))
@@ -522,14 +522,8 @@ def _run_by_first_rank(
 
 
 def _put_on(program: Program, mesh: Mesh) -> None:
-    for each in (program, *first_runs(program)):
+    for each in (program, *program.earlier.values()):
         each.mesh = mesh
-
-
-def first_runs(program: Program) -> list[Program]:
-    """The programs of all micro-batches but the last one, where they are others than that."""
-    micro = program.micro_batches
-    return [] if micro is None else micro.first_programs
 
 
 def _check_same_stage(program: Program, agreement: Agreement) -> None:

@@ -33,6 +33,6 @@ def of_all(nodes: Iterable[fx.Node]) -> dict[str, int]:
 
 def has_unequal_parts(program: Program) -> bool:
     """Whether ranks hold unequal parts of some value: its size is not the same on all, nor what is estimated of it."""
-    inputs = [each for declared in program.inputs for each in ([p.input for p in declared.parts] or [declared])]
+    inputs = [each for declared in program.inputs for each in declared.inside]
     even = all(is_even(each.shape, each.placement, program.mesh) for each in inputs if is_sharded(each.placement))
     return not even or any(node.meta.get("uneven") for node in program.graph.nodes)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from .._torch import OpOverload
 from ..errors import PassError
 from .collectives import Collective, Kind, channel_of, group_of, is_message, kind_of, moved, peer_of
 from .printer import print_program, short_dtype
-from .program import Axis, MicroBatches, OutputKind, Placements, Program
+from .program import Axis, Input, MicroBatches, OutputKind, Placements, Program
 from .read_program import read_program
 from .region import region_of
 
@@ -126,6 +126,16 @@ class Bundle:
         orders = self.calls[call]
         return orders[coordinate if self.axis else 0]
 
+    def inputs_of(self, declared: Sequence[Input], values: Sequence[Any], number: int) -> list[Any]:
+        """The inputs of a program's run of this number, where its first one has the number 0."""
+        return list(values) if self.micro_batches is None else self.micro_batches.of_run(declared, values, number)
+
+    @property
+    def cut(self) -> Mapping[str, int]:
+        """The inputs of which each run of a program takes one part, by name, with the number of parts."""
+        micro = self.micro_batches
+        return {} if micro is None else dict.fromkeys(micro.split, micro.count)
+
     def coordinates(self, role: str) -> list[int]:
         """Those of the ranks that run a program, along the axis; ``[0]`` without one."""
         return sorted(self._coordinates.get(role, ()))
@@ -148,9 +158,14 @@ class Bundle:
         own = self.coordinate_of(program)
         return [role for role in self.programs if own in self.coordinates(role)]
 
-    def copied_for(self, program: Program) -> Bundle:
-        """The same, with copies of the programs that the rank runs that a program is for."""
-        own = {role: self.programs[role].copy() for role in self.roles_of(program)}
+    def order_of(self, program: Program) -> tuple[str, ...]:
+        """The roles that the rank that a program is for runs in a call, of which there is one kind."""
+        (call,) = self.calls
+        return self.order(call, self.coordinate_of(program))
+
+    def mapped_for(self, program: Program, rewritten: Callable[[Program], Program]) -> Bundle:
+        """The same, with the programs that the rank runs that a program is for as a function makes them."""
+        own = {role: rewritten(self.programs[role]) for role in self.roles_of(program)}
         return replace(self, programs=ChainMap(own, cast(dict[str, Program], self.programs)))
 
     def axis_of(self, role: str) -> Axis | None:
@@ -282,9 +297,18 @@ def messages_of(program: Program) -> list[fx.Node]:
     return [node for node in program.collectives() if is_message(node)]
 
 
+def numbered(order: Iterable[str]) -> list[tuple[str, int]]:
+    """The roles of an order, each with the number of its runs before."""
+    before, found = Counter[str](), list[tuple[str, int]]()
+    for role in order:
+        found.append((role, before[role]))
+        before[role] += 1
+    return found
+
+
 def run_names(order: Sequence[str]) -> list[str]:
     """The names of runs: ``forward.0 of 3`` on a micro-batch, and the role alone of a program that runs once."""
-    return [role if order.count(role) == 1 else f"{role} of {order[:k].count(role)}" for k, role in enumerate(order)]
+    return [role if order.count(role) == 1 else f"{role} of {number}" for role, number in numbered(order)]
 
 
 @dataclass(eq=False)
@@ -366,8 +390,7 @@ def _facts(program: Program) -> Iterator[str]:
     """The facts that all ranks of a program share, a line for each input, node and output."""
     position = {node: k for k, node in enumerate(program.graph.nodes)}
     for declared in program.inputs:
-        inside = [each.input for each in declared.parts] or [declared]
-        yield from (f"{each.role} {each.name}: {each.dtype}{each.placement}{each.memory}" for each in inside)
+        yield from (f"{each.role} {each.name}: {each.dtype}{each.placement}{each.memory}" for each in declared.inside)
     for node in program.graph.nodes:
         described = node.meta.get("collective")
         facts = [node.op, _target(node.target), _arguments(node, position, program)]

@@ -27,7 +27,7 @@ def check(program: Program, before: Program | None = None) -> None:
     _graph_is_sound(program)
     _inputs_match(program)
     _outputs_match(program)
-    _micro_batches_are_sound(program)
+    _members_write_as_declared(program)
     for node in program.graph.nodes:
         _node_is_described(node)
         _keys_are_declared(node)
@@ -58,28 +58,13 @@ def _inputs_match(program: Program) -> None:
     _parts_are_shown(program)
 
 
-def _micro_batches_are_sound(program: Program) -> None:
-    """Accumulators grow from run to run, and runs but the last one write nothing else."""
-    micro = program.micro_batches
-    if micro is None:
-        return
-    inputs = {each.name: each for declared in program.inputs for each in (_parts(declared) or [declared])}
-    missing = sorted({*micro.split, *micro.whole} - inputs.keys())
-    if missing:
-        raise PassError(f"micro-batches of {program.name} divide {missing}, but it has no such inputs")
-    above = {name for names in micro.tree.values() for name in names}
-    accumulators = {each.name for each in inputs.values() if each.role.is_sum} - above
-    first = micro.accumulating
-    for each in filter(None, (program, first, micro.opening)):
-        lost = sorted(accumulators - _updated(each))
-        if lost:
-            raise PassError(f"{each.name} runs for each micro-batch, but does not add to {lost}")
-    kept = {each.name for each in inputs.values() if each.role.is_carried}
-    in_place = any(declared.in_place for declared in program.inputs)
-    for run, may in ((first, accumulators), (micro.opening, accumulators | kept)):
-        written = sorted(_updated(run) - may) if run is not None and in_place else []
-        if run is not None and written:
-            raise PassError(f"{run.name} is not the last run of a call, but writes to {written}")
+def _members_write_as_declared(program: Program) -> None:
+    for each in (program, *program.earlier.values()):
+        written = _updated(each)
+        if each.writes is not None and written != each.writes:
+            raise PassError(
+                f"{each.name} is declared to write {sorted(each.writes)} and nothing else, but writes {sorted(written)}"
+            )
 
 
 def _parts(declared: Input) -> list[Input]:
@@ -242,7 +227,7 @@ def _is_handed_on(program: Program, result: fx.Node) -> bool:
 
 
 def _same_promise(before: Program, after: Program) -> None:
-    """The same results, new state, pending values, messages and updates, whether by an output or in place."""
+    """The same results, new state, pending values, messages, updates, by an output or in place, and inputs of runs."""
     for kind in (OutputKind.RESULT, OutputKind.NEW, OutputKind.CHANNEL):
         old, new = _returned(before, kind), _returned(after, kind)
         if old != new:
@@ -254,6 +239,9 @@ def _same_promise(before: Program, after: Program) -> None:
     lost = _updated(before) ^ _updated(after)
     if lost:
         raise PassError(f"what a program updates must stay the same, but it does not for {sorted(lost)}")
+    lost = {each.name for each in before.inputs if before.varies(each)} - after.positions().keys()
+    if lost:
+        raise PassError(f"each run takes its own {sorted(lost)}, but {after.name} has no such inputs any more")
 
 
 def _messages(program: Program) -> list[str]:
@@ -268,7 +256,7 @@ def _returned(program: Program, kind: OutputKind) -> list[tuple[str, str]]:
 
 
 def _updated(program: Program) -> set[str]:
-    declared = [inside for each in program.inputs for inside in (_parts(each) or [each])]
+    declared = [inside for each in program.inputs for inside in each.inside]
     written = {each.name for each in declared if each.in_place}
     return written | {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
 

@@ -25,7 +25,7 @@ def accumulating(program: Program, joined: Collection[str]) -> Program:
     pairs = zip(own.output_values(), own.outputs, strict=True)
     kept = [(value, out) for value, out in pairs if out.role.is_carried or out.name in joined]
     own.set_outputs([value for value, _ in kept], [out for _, out in kept])
-    return replace(own, name=f"{program.name}-accumulating", micro_batches=None)
+    return replace(own, name=f"{program.name}-accumulating", micro_batches=None, earlier={})
 
 
 def without_assertions_on_sums(program: Program) -> Program:
@@ -45,12 +45,10 @@ def without_assertions_on_sums(program: Program) -> Program:
     return own
 
 
-def in_all_runs(program: Program, **facts: Any) -> Program:
-    """The program with these fields, which those of its runs have, too."""
-    micro = program.micro_batches
-    if micro is not None and micro.accumulating is not None:
-        micro = replace(micro, accumulating=replace(micro.accumulating, **facts))
-    return replace(program, micro_batches=micro, **facts)
+def added_to(program: Program) -> frozenset[str]:
+    """The names of the accumulators that each run adds to; those above, in a tree, grow between runs."""
+    above = {name for names in program.micro_batches.tree.values() for name in names} if program.micro_batches else ()
+    return frozenset(e.name for each in program.inputs for e in each.inside if e.role.is_sum).difference(above)
 
 
 def new_accumulators(program: Program) -> dict[int, torch.Tensor]:
@@ -156,13 +154,3 @@ def _all_rows(own: torch.Tensor, most: int, spread: Spread) -> torch.Tensor:
     sent = own.view(-1).view(torch.uint8)  # not all backends gather bools
     found: torch.Tensor = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, spread.ranks, spread.group))
     return found.view(own.dtype).view(-1, *own.shape[1:])
-
-
-def runs_of(program: Program) -> list[Program]:
-    """The programs that a call runs, in order: one for each micro-batch, or ``program`` alone."""
-    micro = program.micro_batches
-    if micro is None:
-        return [program]
-    last = replace(program, micro_batches=None)
-    found = [micro.accumulating or last] * (len([*micro.idle_runs, *micro.runs]) - 1) + [last]
-    return found if micro.opening is None else [micro.opening, *found[1:]]

@@ -248,8 +248,15 @@ class _Printer:
 
 def _header(program: Program) -> list[str]:
     units = [f"unit {k}: {_unit(names)}" for k, names in enumerate(program.units)]
-    runs = [] if program.micro_batches is None else [str(program.micro_batches)]
-    lines = [program.name, *program.history, f"mesh: {program.mesh}", *runs, *units, "", *_LEGEND.splitlines()]
+    lines = [
+        program.name,
+        *program.history,
+        f"mesh: {program.mesh}",
+        *program.how_it_runs,
+        *units,
+        "",
+        *_LEGEND.splitlines(),
+    ]
     return [f"# {_one_line(line)}".rstrip() for line in lines]
 
 

@@ -7,7 +7,7 @@ A graph of flat tensors in and flat tensors out, with a role, a name and a place
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -24,6 +24,8 @@ from .rates import UNMEASURED, Rate
 from .roles import AxisRole, InputSource, Memory, Role
 
 Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
+
+LAST = "last"  # the role of a program among those that a call runs, where it runs earlier ones before it
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,11 @@ class Input:
     numbers: tuple[str, ...] = ()
     wire: torch.dtype | None = None
 
+    @property
+    def inside(self) -> list[Input]:
+        """The inputs that lie in this one, or itself."""
+        return [part.input for part in self.parts] or [self]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -202,11 +209,8 @@ class MicroBatches:
     those of the last run. ``whole``: inputs that are all of an argument, by name, with that of the argument.
     ``tree``: where sums are those of a balanced tree, by the name of an accumulator, which then holds the first run of
     a pair, the accumulators of the first pair of two, of the first two pairs of four, and so on (``ascend``).
-    ``accumulating``: the program of all runs but the last one, with the same inputs, once it is another one: its parts
-    are longer, or ``SplitMicroBatches`` has left it accumulators and rows alone. ``opening``: that of the first run, if
-    it communicates for all of them (``SplitMicroBatches``). ``spread``: where ranks divide the runs; the
-    accumulators above one are then those of a rank's subtrees, in order. ``together``: how many parts each run computes
-    side by side.
+    ``spread``: where ranks divide the runs; the accumulators above one are then those of a rank's subtrees, in order.
+    ``together``: how many parts each run computes side by side.
     """
 
     count: int
@@ -214,8 +218,6 @@ class MicroBatches:
     whole: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, int] = field(default_factory=dict)
     tree: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    accumulating: Program | None = None
-    opening: Program | None = None
     spread: Spread | None = None
     together: int = 1
 
@@ -230,10 +232,18 @@ class MicroBatches:
         """The numbers of the runs of this rank."""
         return range(self.count) if self.spread is None else self.spread.runs(self.count)
 
-    @property
-    def first_programs(self) -> list[Program]:
-        """The programs of all runs but the last one, where they are others than that."""
-        return [each for each in (self.accumulating, self.opening) if each is not None]
+    def turns(self, earlier: Collection[str]) -> list[tuple[str, int]]:
+        """The roles of the programs that this rank runs in a call, in order, each with the number of the run.
+
+        ``earlier``: the roles of those before the last one. These are "accumulating", with the same inputs, if their
+        parts are longer, or ``SplitMicroBatches`` has left them accumulators and rows alone. The first one is
+        "opening", if it communicates for all of them.
+        """
+        numbers = [*self.idle_runs, *self.runs]
+        roles = ["accumulating" if "accumulating" in earlier else LAST] * (len(numbers) - 1)
+        if roles and "opening" in earlier:
+            roles[0] = "opening"
+        return list(zip([*roles, LAST], numbers, strict=True))
 
     @property
     def idle_runs(self) -> list[int]:
@@ -294,6 +304,8 @@ class Program:
     fixed: frozenset[str] = frozenset()  # state that has to stay where it lies
     annotations: Any = None  # what users asked for modules, for the parallel mode to read
     micro_batches: MicroBatches | None = None  # if it runs several times in a call, how
+    earlier: Mapping[str, Program] = field(default_factory=dict)  # what a call runs before it, by role, if it is other
+    writes: frozenset[str] | None = None  # all that it updates, where that is declared, as of an earlier program
     stages: Any = None  # if ranks run stages of it in its place, the bundle of their programs
     schedules: tuple[Any, ...] = ()  # of a pipeline, those that fit the step, the one that it has first
     room: float | None = None  # rows of experts that a rank has room for, as a multiple of the mean; None: for all
@@ -360,6 +372,37 @@ class Program:
         """The position of every input, by name. Made anew at each call, from what ``inputs`` is then: ask once."""
         return {declared.name: position for position, declared in enumerate(self.inputs)}
 
+    def members(self) -> dict[str, Program]:
+        """The programs that this rank runs in a call, by role: this one and earlier ones, or stages in their place."""
+        if self.stages is not None:
+            return {role: self.stages.programs[role] for role in self.stages.roles_of(self)}
+        return {LAST: self, **self.earlier}
+
+    def in_order(self) -> list[Program]:
+        """The programs that this rank runs in a call, one after the other; each as one that runs once."""
+        if self.stages is not None:
+            return [self.stages.programs[role] for role in self.stages.order_of(self)]
+        if self.micro_batches is None:
+            return [self]
+        alone = {**self.earlier, LAST: replace(self, micro_batches=None, earlier={})}
+        return [alone[role] for role, _ in self.micro_batches.turns(self.earlier)]
+
+    @property
+    def how_it_runs(self) -> list[str]:
+        """A line for people, where a call runs it several times."""
+        return [] if self.micro_batches is None else [str(self.micro_batches)]
+
+    def map(self, rewritten: Callable[[Program], Program]) -> Program:
+        """The same, with this program and all others of this rank as a function makes them."""
+        earlier = {role: rewritten(each) for role, each in self.earlier.items()}
+        stages = None if self.stages is None else self.stages.mapped_for(self, rewritten)
+        return replace(rewritten(self), earlier=earlier, stages=stages)
+
+    def with_facts(self, **facts: Any) -> Program:
+        """The same with these fields, which earlier programs of a call have, too."""
+        earlier = {role: replace(each, **facts) for role, each in self.earlier.items()}
+        return replace(self, earlier=earlier, **facts)
+
     def varies(self, declared: Input) -> bool:
         """Whether each run of a call may find another value of an input."""
         micro = self.micro_batches
@@ -411,15 +454,17 @@ class Program:
                 node.meta["collective"] = Collective(kind_of(node), name, reduction_of(node))
 
     def copy(self) -> Program:
-        """A copy whose graph can be edited without touching this one, and so the programs of its rank in a pipeline.
+        """A copy whose graphs, those of all that this rank runs, can be edited without touching these.
 
         Tensors and fakes are shared.
         """
+        return self.map(Program._copied)
+
+    def _copied(self) -> Program:
         graph = fx.Graph()
         returned, _ = cast(tuple[Any, fx.Node], graph.graph_copy(self.graph, {}, return_output_node=True))
         graph.output(returned)
-        made = self.with_graph(graph, self.inputs, self.outputs)
-        return made if self.stages is None else replace(made, stages=self.stages.copied_for(self))
+        return self.with_graph(graph, self.inputs, self.outputs)
 
     def with_graph(self, graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[Output]) -> Program:
         """The same program with another graph, whose inputs and outputs these are."""

@@ -66,18 +66,17 @@ class _Sizes:
     """The memory of one program. ``state``: what is there before a call, by name; ``allocated``: beside it, by kind."""
 
     def __init__(self, bundle: Bundle, role: str) -> None:
-        self.program, micro = bundle.programs[role], bundle.micro_batches
+        self.program, cut = bundle.programs[role], bundle.cut
         self.pieces = Pieces(self.program.graph)
         self.sizes = {each.node: each.size for each in self.pieces.all}
         self.inputs = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
-        kinds, of_inputs, split = holds(self.program, self.pieces), Counter[str](), micro.split if micro else {}
+        kinds, of_inputs = holds(self.program, self.pieces), Counter[str]()
         self.state: dict[str, tuple[Holds, int]] = {}
         for node, declared in self.inputs.items():
             size = self.sizes.get(node, 0)
             of_inputs[str(kinds[node])] += size
             if not declared.role.is_of_channel:
-                parts = micro.count if micro is not None and declared.name in split else 1
-                self.state[declared.name] = kinds[node], size * parts
+                self.state[declared.name] = kinds[node], size * cut.get(declared.name, 1)
         plans = planned_memory(self.program).values()
         self.planned = max(plans, key=lambda each: each.peak, default=_EMPTY)
         self.allocated = {kind: size - of_inputs[kind] for kind, size in self.planned.roles.items()}

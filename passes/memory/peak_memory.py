@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import fx
 
-from ..ir.micro_batches import runs_of
 from ..ir.program import Program
 from ..ir.roles import Holds
 from ..runtime.arena import reserve
@@ -70,7 +69,7 @@ def planned_memory(program: Program, whole: Program | None = None) -> dict[str, 
     ``whole``: the program of the call, where ``program`` is a run of it.
     """
     found: dict[str, PlannedMemory] = {}
-    for run in {id(each.graph): each for each in runs_of(program)}.values():
+    for run in {id(each.graph): each for each in program.in_order()}.values():
         plan = _Plan(run, whole or program)
         for space in dict.fromkeys([piece.space for piece in plan.pieces.all] + list(plan.arenas)):
             most = plan.of(space)

@@ -16,7 +16,7 @@ from torch import fx
 
 from ..analysis.collective_algorithms import BUILT_IN, Table
 from ..errors import PassError
-from ..ir.bundle import Bundle, InFlight
+from ..ir.bundle import Bundle, InFlight, numbered
 from ..ir.collectives import Kind, channel_of, is_collective, is_message, is_wait, kind_of, line_of, peer_of
 from ..ir.program import OutputKind
 from .node_costs import Cost, NodeCosts, Transfer, device_of
@@ -115,9 +115,8 @@ class _BundleRank:
     def runs(self, timeline: Timeline) -> Iterator[Run]:
         """Its runs, of which ``timeline`` has the transfers."""
         first = 0
-        for k, (start, end, last) in enumerate(self.ran):
-            role = self.order[k]
-            yield Run(role, self.order[:k].count(role), start, end, timeline.transfers[first:last])
+        for (role, number), (start, end, last) in zip(numbered(self.order), self.ran, strict=True):
+            yield Run(role, number, start, end, timeline.transfers[first:last])
             first = last
 
     def steps(self) -> Iterator[fx.Node]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from ..analysis.collective_algorithms import BUILT_IN, Table
 from ..communication.gather_once import gathers
-from ..ir.micro_batches import in_all_runs
 from ..ir.program import Program
 from ..ir.roles import Phase
 from ..memory.peak_memory import planned_memory
@@ -63,7 +62,7 @@ class RepeatedGathers:
             f"{sizes[0] / 1e6:,.2f} MB at the peak, instead of {times[1] * 1e3:,.2f} ms and {sizes[1] / 1e6:,.2f} MB "
             f"{how[1]}"
         )
-        return replace(in_all_runs(program, gathers_once=self.are_worse), notes=[*program.notes, note])
+        return replace(program.with_facts(gathers_once=self.are_worse), notes=[*program.notes, note])
 
 
 def _seconds(compute: float, transfers: Sequence[Transfer | None]) -> float:

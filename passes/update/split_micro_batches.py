@@ -11,7 +11,7 @@ from ..communication.gather_once import gathered_for_all
 from ..communication.keep_over_runs import keep_over_runs
 from ..communication.reduce_once import reduced_for_all
 from ..errors import PassError
-from ..ir.micro_batches import GATHERED_ONCE, REDUCED_ONCE, accumulating, runs_of
+from ..ir.micro_batches import GATHERED_ONCE, REDUCED_ONCE, accumulating, added_to
 from ..ir.program import Program
 
 
@@ -28,27 +28,40 @@ class SplitMicroBatches(Pass):
         micro = program.micro_batches
         if micro is None:
             return 0
-        first = accumulating(micro.accumulating or program, micro.joined)
+        first = accumulating(program.earlier.get("accumulating", program), micro.joined)
         _check_inputs(first, program)
         DeadCode().rewrite(first)
-        program.micro_batches = replace(micro, accumulating=first)
-        if len(runs_of(program)) > 1:
+        first.writes = added_to(program)
+        program.earlier = {"accumulating": first}
+        if len(program.in_order()) > 1:
             _communicate_first(program)
         return 1
 
 
+def earlier_runs(program: Program) -> dict[str, Program]:
+    """The programs of the runs before the last one, by role, which return accumulators and rows alone."""
+    micro, members, found = program.micro_batches, program.members(), dict[str, Program]()
+    assert micro is not None, "a program that runs several times"
+    for role in dict.fromkeys(role for role, _ in micro.turns(program.earlier)[:-1]):
+        found[role] = accumulating(members[role], micro.joined)
+        if len(found[role].outputs) < len(members[role].outputs):
+            DeadCode().rewrite(found[role])
+    return found
+
+
 def _communicate_first(program: Program) -> None:
     """Give the first run a program of its own, if it has anything to reduce or gather for all runs."""
-    micro = program.micro_batches
-    assert micro is not None and micro.accumulating is not None, "a program that is split into runs"
+    accumulates = program.earlier["accumulating"]
     varying = {each.name for each in program.inputs if program.varies(each)}
-    first = replace(micro.accumulating.copy(), name=f"{program.name}-opening")
-    others = micro.accumulating, program
+    first = replace(accumulates.copy(), name=f"{program.name}-opening")
+    others = accumulates, program
     keeps = keep_over_runs(first, others, REDUCED_ONCE, "reduced", partial(reduced_for_all, varying=varying))
     if program.gathers_once:
         keeps |= keep_over_runs(first, others, GATHERED_ONCE, "gathered", gathered_for_all)
     if keeps:
-        program.micro_batches = replace(micro, opening=first)
+        kept = {each.name for each in first.inputs if each.role.is_carried and not each.role.is_sum}
+        first.writes = (first.writes or frozenset()) | kept
+        program.earlier = {**program.earlier, "opening": first}
 
 
 def _check_inputs(first: Program, last: Program) -> None:

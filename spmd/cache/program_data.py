@@ -60,7 +60,8 @@ def program_to_data(program: Program) -> dict[str, Any]:
     """``program`` as plain data, but for its mesh. Raises ``NotCachedError`` for what no data can be."""
     if any(axis.ordered for axis in program.mesh.axes):
         raise NotCachedError("its sums have an order that does not depend on the number of ranks")
-    return {**_Writer(program).data(), "micro_batches": _runs(program.micro_batches)}
+    earlier = {role: program_to_data(each) for role, each in program.earlier.items()}
+    return {**_Writer(program).data(), "micro_batches": _runs(program.micro_batches), "earlier": earlier}
 
 
 def program_from_data(data: Mapping[str, Any], mesh: Mesh) -> Program:
@@ -82,8 +83,10 @@ def program_from_data(data: Mapping[str, Any], mesh: Mesh) -> Program:
         room=data["room"],
         stored=tuple(map(tuple, data["stored"])),
         fixed=frozenset(data["fixed"]),
+        writes=None if data["writes"] is None else frozenset(data["writes"]),
         gathers_once=data["gathers_once"],
-        micro_batches=_read_runs(data["micro_batches"], mesh),
+        micro_batches=_read_runs(data["micro_batches"]),
+        earlier={role: program_from_data(each, mesh) for role, each in data["earlier"].items()},
     )
     del program.graph_module
     program.read_graph = lambda: LazyGraphModule(torch.nn.Module(), reader.graph(data))
@@ -92,9 +95,9 @@ def program_from_data(data: Mapping[str, Any], mesh: Mesh) -> Program:
 
 
 def printed(program: Program) -> str:
-    """The text of a program and of those of its first runs, without names, which say in which order calls came."""
-    first = program.micro_batches.first_programs if program.micro_batches else []
-    return "\n".join(print_program(replace(each, name="program")) for each in (program, *first))
+    """The text of a program and of earlier ones of a call, without names, which say in which order calls came."""
+    own = (program, *program.earlier.values())
+    return "\n".join(print_program(replace(each, name="program")) for each in own)
 
 
 class StoredProgram(Program):
@@ -160,6 +163,7 @@ class _Writer:
             "room": program.room,
             "stored": program.stored,
             "fixed": sorted(program.fixed),
+            "writes": None if program.writes is None else sorted(program.writes),
             "gathers_once": program.gathers_once,
             "assignment": _assigned(program.assignment),
             "inputs": [_input(each) for each in program.inputs],
@@ -348,7 +352,7 @@ class _Reader:
 
 
 def _runs(micro: MicroBatches | None) -> Any:
-    """Micro-batches of a program as data, with the programs of its first runs.
+    """Micro-batches of a program as data.
 
     Raises ``NotCachedError`` where ranks divide the runs: each has its own, and the name of a group of its process.
     """
@@ -356,21 +360,17 @@ def _runs(micro: MicroBatches | None) -> Any:
 
 
 def _of_runs(value: Any) -> Any:
-    if isinstance(value, Program):
-        return {"program": program_to_data(value)}
     if isinstance(value, Mapping):
         return {"by name": [[name, scalar_to_data(each)] for name, each in value.items()]}
     return scalar_to_data(value)
 
 
-def _read_runs(data: Any, mesh: Mesh) -> MicroBatches | None:
-    return data and MicroBatches(**{name: _read_of_runs(each, mesh) for name, each in data.items()})
+def _read_runs(data: Any) -> MicroBatches | None:
+    return data and MicroBatches(**{name: _read_of_runs(each) for name, each in data.items()})
 
 
-def _read_of_runs(data: Any, mesh: Mesh) -> Any:
+def _read_of_runs(data: Any) -> Any:
     match data:
-        case {"program": program}:
-            return program_from_data(program, mesh)
         case {"by name": items}:
             return {name: scalar_from_data(each) for name, each in items}
     return scalar_from_data(data)

@@ -72,7 +72,7 @@ class DeferredUpdate:
         self.is_lost = False  # whether a call failed that was to run a pending update
         self.last: Program | None = None  # that of the last call
         self._executable = BundleExecutable(bundle, 0, arenas, commit, regions)
-        declared = [part for i in bundle.programs["finish"].inputs for part in ([p.input for p in i.parts] or [i])]
+        declared = [part for i in bundle.programs["finish"].inputs for part in i.inside]
         self.written = frozenset(each.name for each in declared if each.in_place)
 
     @property
@@ -91,7 +91,7 @@ class DeferredUpdate:
                 self.is_lost = True  # unless it goes well
                 self._commit.skip_barrier()
             self.last = self.bundle.programs[name]
-            returned = self._executable.run(name, lambda _: inputs)
+            returned = self._executable.run(name, lambda *_: inputs)
             memory, addresses = ([], []) if before is None else (before.memory, before.addresses)  # it still lies there
             self.is_lost, self.pending = False, PendingUpdate(tensors, owners, memory, addresses)
             return returned
@@ -103,7 +103,7 @@ class DeferredUpdate:
         assert self.pending is not None, "an update is pending"
         self.pending = None
         self._commit.skip_barrier()
-        self._executable.run("finish", lambda _: inputs)
+        self._executable.run("finish", lambda *_: inputs)
 
     def lose(self) -> None:
         """Drop what is pending."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from passes import OutputKind, Part, Program
-from passes.cleanup.dead_code import DeadCode
 from passes.ir.micro_batches import (
-    accumulating,
     ascend,
     empty_accumulators,
     gather_rows,
@@ -22,6 +19,7 @@ from passes.ir.micro_batches import (
 from passes.memory.left_behind import in_planned_memory
 from passes.runtime.arena import has_shared_arena
 from passes.schedule.node_costs import device_of
+from passes.update.split_micro_batches import earlier_runs
 
 from .._torch import DisableAutocast
 from ..state.background_reads import READS
@@ -50,31 +48,24 @@ class InputRef:
 class Runs:
     """All runs of a call but the last one. ``accumulators``: by position among the inputs, from the first call on.
 
-    ``opening``: what the first one runs, if that is something else.
+    ``executables``: of their programs, by role.
     """
 
     program: Program
-    executable: Executable
+    executables: dict[str, Executable]
     arenas: Arenas
-    opening: Executable | None = None
     accumulators: dict[int, torch.Tensor] = field(default_factory=dict)
     is_read_by_peers: bool = False  # whether values of a run lie in memory that ranks share
 
     @classmethod
     def of(cls, program: Program, arenas: Arenas, regions: Compiles | None, cuda_graphs: bool) -> Runs | None:
         """Those of a program that runs for each micro-batch; None for any other."""
-        micro = program.micro_batches
-        if micro is None:
+        if program.micro_batches is None:
             return None
-        first = accumulating(micro.accumulating or program, micro.joined)
-        if micro.accumulating is None:
-            DeadCode().rewrite(first)
-        executable, opening = lower(first, arenas, Commit(), regions, cuda_graphs), None
-        is_read = has_shared_arena(first.graph)
-        if micro.opening is not None:
-            opening = lower(accumulating(micro.opening, micro.joined), arenas, Commit(), regions, cuda_graphs)
-            is_read = is_read or has_shared_arena(micro.opening.graph)
-        return cls(program, executable, arenas, opening, is_read_by_peers=is_read)
+        programs = earlier_runs(program)
+        executables = {role: lower(each, arenas, Commit(), regions, cuda_graphs) for role, each in programs.items()}
+        is_read = any(has_shared_arena(each.graph) for each in programs.values())
+        return cls(program, executables, arenas, is_read_by_peers=is_read)
 
     def accumulate(self, inputs: Sequence[Any], commit: Commit) -> tuple[list[Any], list[list[Any]]]:
         """Run all but the last micro-batch, on the inputs of a call; returns the inputs of the last one, and rows.
@@ -88,27 +79,27 @@ class Runs:
         for k, memory in self.accumulators.items():
             given[k] = memory
         gather_rows(self.program, given)
-        executables = chain([self.opening or self.executable], repeat(self.executable))
-        for k in micro.idle_runs:
-            self._run(next(executables), given, k, commit)
+        turns, idle = micro.turns(self.program.earlier), len(micro.idle_runs)
+        for role, k in turns[:idle]:
+            self._run(role, given, k, commit)
         empty_accumulators(self.program, given)
         rows = []
-        for k in micro.runs[:-1]:
-            rows.append(self._run(next(executables), given, k, commit))
+        for role, k in turns[idle:-1]:
+            rows.append(self._run(role, given, k, commit))
             ascend(self.program, given, k)
         return micro.of_run(self.program.inputs, given, micro.runs[-1]), rows
 
-    def _run(self, executable: Executable, given: Sequence[Any], k: int, commit: Commit) -> list[Any]:
+    def _run(self, role: str, given: Sequence[Any], k: int, commit: Commit) -> list[Any]:
         micro = self.program.micro_batches
         assert micro is not None
-        rows = executable(micro.of_run(self.program.inputs, given, k))
+        rows = self.executables[role](micro.of_run(self.program.inputs, given, k))
         if self.is_read_by_peers:
             commit.wait_for_ranks()
         return rows
 
     def close(self) -> None:
         """Drop the generated code, and let go of what runs hand on, which ``arenas`` keep for other programs."""
-        for each in filter(None, (self.executable, self.opening)):
+        for each in self.executables.values():
             each.close_code()
         self.accumulators.clear()
 

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 import torch
 
-from passes import Input, OutputKind, Program
-from passes.ir.bundle import Bundle, InFlight
+from passes import OutputKind, Program
+from passes.ir.bundle import Bundle, InFlight, numbered
 
 from ..state.commit import Commit
 from .arenas import Arenas
 from .codegen import Bound, Compiles, is_taken
 from .lower import Executable, lower
 
-Given = Callable[[str], Sequence[Any]]  # the inputs of a program that are not pending, in order
+Given = Callable[[str, int], Sequence[Any]]  # the inputs of a program's k-th run that are not pending, in order
 Seconds = Callable[[], dict[str, float]]  # of each node of a run, by its name
 
 
@@ -39,8 +39,8 @@ class BundleExecutable:
     def run(self, call: str, given: Given) -> list[Any]:
         """One call; returns the results and the new state of its programs, in order."""
         order, results = self.order(call), list[Any]()
-        for role in order:
-            lowered, inputs = self._programs[role], given(role)
+        for role, number in numbered(order):
+            lowered, inputs = self._programs[role], given(role, number)
             handed_on = {channel: _own(inputs[k]) for channel, k in lowered.given}
             inputs = [*inputs, *lowered.as_inputs(self.in_flight.take(role, order))]
             returned = lowered.executable(inputs)
@@ -101,8 +101,8 @@ class _Lowered:
 
     def __init__(self, bundle: Bundle, role: str, arenas: Arenas, commit: Commit, regions: Compiles | None) -> None:
         program = bundle.programs[role]
-        if bundle.micro_batches is not None and not _writes_state(program):
-            commit = Commit()
+        if bundle.axis and not _writes_state(program):
+            commit = Commit()  # to wait for all ranks here, of which some run others, would be to wait for ever
         self.executable: Runnable = lower(program, arenas, commit, regions)
         inputs = list(zip(program.placeholders, program.inputs, strict=True))
         pending = [(node, each) for node, each in inputs if each.role.is_of_channel]
@@ -122,14 +122,10 @@ class _Lowered:
 
 def _writes_state(program: Program) -> bool:
     """Whether a program writes more than accumulators."""
-    names = {each.name: each.role for declared in program.inputs for each in _parts(declared)}
+    names = {each.name: each.role for declared in program.inputs for each in declared.inside}
     updated = {each.name for each in program.outputs if each.kind is OutputKind.UPDATE}
-    updated |= {each.name for declared in program.inputs for each in _parts(declared) if each.in_place}
+    updated |= {each.name for declared in program.inputs for each in declared.inside if each.in_place}
     return any(not names[name].is_carried for name in updated)
-
-
-def _parts(declared: Input) -> list[Input]:
-    return [part.input for part in declared.parts] or [declared]
 
 
 def _own(number: Any) -> Any:

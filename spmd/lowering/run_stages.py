@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,20 +66,19 @@ class StageRuns:
         for memory in self.accumulators.values():
             memory.zero_()
         values = dict(zip((each.name for each in self.whole.inputs), inputs, strict=True)) | self.accumulators
-        runs, last = Counter[str](), ""
+        at = "", 0
 
-        def given(role: str) -> list[Any]:
-            nonlocal last
-            last = role
+        def given(role: str, number: int) -> list[Any]:
+            nonlocal at
+            at = role, number
             declared = [each for each in bundle.programs[role].inputs if each.name in values]
-            runs[role] += 1
-            return micro.of_run(declared, [values[each.name] for each in declared], runs[role] - 1)
+            return bundle.inputs_of(declared, [values[each.name] for each in declared], number)
 
         try:
             returned = iter(self.executable.run("step", given))
         except BaseException as error:
             self.executable.in_flight.clear()
-            error.add_note(f"in {last}, on micro-batch {runs[last] - 1} of {micro.count}")
+            error.add_note(f"in {at[0]}, on micro-batch {at[1]} of {micro.count}")
             raise
         return [None if each.kind is OutputKind.UPDATE else next(returned) for each in self.whole.outputs]
 

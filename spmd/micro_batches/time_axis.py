@@ -100,9 +100,8 @@ def _with_shorter_end(shares: _Shares) -> Program:
     """The program of the last micro-batch, which is shorter, beside that of the others."""
     full, last = shares.of(0, follows=shares.count > 2), shares.of(shares.count - 1)
     names = [[each.name for each in program.inputs] for program in (full, last)]
-    assert names[0] == names[1] and last.micro_batches is not None, "the shares differ in sizes alone"
-    micro = replace(last.micro_batches, accumulating=replace(full, micro_batches=None))
-    return replace(last, micro_batches=micro)
+    assert names[0] == names[1], "the shares differ in sizes alone"
+    return replace(last, earlier={"accumulating": replace(full, micro_batches=None)})
 
 
 @dataclass

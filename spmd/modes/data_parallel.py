@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import AxisRole, Input, Memory, Mesh, OutputKind, Pass, PlacementError, Program, Role
 from passes.analysis.repeated_blocks import blocks_of
-from passes.ir.micro_batches import in_all_runs
 from passes.ir.program import Placements, replicated
 
 from ..annotations.apply import check_offload_policy, check_parameters, check_policy
@@ -299,7 +298,7 @@ class DataParallel(PlannedMode):
         else:
             own = self.statistics is not None
             local = partition_in_time(program, self.plan(program), count, self.accumulate_dtype, rows, keeps_own=own)
-        return in_all_runs(local, gathers_once=self.gathers_once)
+        return local.with_facts(gathers_once=self.gathers_once)
 
     def _rows_without_axis(self, program: Program) -> dict[str, int]:
         """The dim of the rows of the arguments that ``inputs`` does not name, where no axis splits the batch."""

@@ -144,7 +144,7 @@ def _placement(parameter: torch.Tensor, call: Call) -> Placements:
 
 def _declared(program: Program) -> Iterator[Input]:
     for declared in program.inputs:
-        yield from [part.input for part in declared.parts] or [declared]
+        yield from declared.inside
 
 
 def exact(parameter: torch.Tensor) -> DTensor | None:

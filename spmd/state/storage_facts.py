@@ -11,7 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from passes import Input, Program
-from passes.ir.micro_batches import in_all_runs
 
 from .._torch import local_tensor
 from ..call.state import Slot
@@ -27,7 +26,7 @@ def with_storage_facts(program: Program, slots: Sequence[Slot], all_gather_text:
     the user holds. A parameter that is split now for the first time gets memory of its own anyway.
     """
     stored, fixed = storage_facts(program.inputs, slots, all_gather_text)
-    return in_all_runs(program, stored=stored, fixed=fixed)
+    return program.with_facts(stored=stored, fixed=fixed)
 
 
 def storage_facts(

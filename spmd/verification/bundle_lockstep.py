@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from passes import OutputKind, Program
-from passes.ir.bundle import Bundle, InFlight
+from passes.ir.bundle import Bundle, InFlight, numbered
 
 from .._torch import DisableAutocast
 from .lockstep import Crossing, LockstepError, Pending, Steps, Watch, steps_of
@@ -37,18 +37,16 @@ class BundleRank:
     def inputs(self, role: str, order: Sequence[str], given: Values, run: int = 0) -> list[Any]:
         """The inputs of the ``run``-th run of a program: from channels, of this call, or state."""
         values = self.state | given | self.in_flight.take(role, order)
-        declared, micro = self.bundle.programs[role].inputs, self.bundle.micro_batches
-        found = [_of_input(each, values) for each in declared]
-        return found if micro is None else micro.of_run(declared, found, run)
+        declared = self.bundle.programs[role].inputs
+        return self.bundle.inputs_of(declared, [_of_input(each, values) for each in declared], run)
 
     def keep(self, role: str, inputs: Sequence[Any], returned: Sequence[Any]) -> Values:
         """Put what a program has computed where it belongs; returns its results."""
-        program, results, micro = self.bundle.programs[role], Values(), self.bundle.micro_batches
-        parts = micro.split if micro is not None else {}
+        program, results, cut = self.bundle.programs[role], Values(), self.bundle.cut
         after = by_name(program, inputs)
         pending = {each.name: after[each.given] for each in self.bundle.channels if each.given in after}
         for output, value in zip(program.outputs, returned, strict=True):
-            if output.kind is OutputKind.UPDATE and output.name in parts:
+            if output.kind is OutputKind.UPDATE and output.name in cut:
                 after[output.name].copy_(value)  # where all rows lie
             elif output.kind is OutputKind.UPDATE:
                 after[output.name] = value.detach().clone()
@@ -56,7 +54,7 @@ class BundleRank:
                 pending[output.name] = value
             else:
                 results[output.name] = value
-        self.state |= {name: value for name, value in after.items() if name in self.state.keys() - parts}
+        self.state |= {name: value for name, value in after.items() if name in self.state.keys() - cut}
         self.in_flight.put(role, pending)
         return results
 
@@ -114,9 +112,8 @@ class BundleRun:
         numbers = self._together[coordinate]
         ranks = [self.ranks[number] for number in numbers]
         order = ranks[0].bundle.order(call, coordinate)
-        for at, role in enumerate(order):
+        for role, run in numbered(order):
             programs: list[Program] = [rank.bundle.programs[role] for rank in ranks]
-            run = order[:at].count(role)
             inputs = [rank.inputs(role, order, given[k], run) for rank, k in zip(ranks, numbers, strict=True)]
             seen = None if watch is None else watch(role, numbers)
             steps: Steps = steps_of(programs, inputs, crossing, seen, self._pending[coordinate])

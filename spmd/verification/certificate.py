@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import Input, OutputKind, Program, Role
-from passes.ir.bundle import Bundle, InFlight
+from passes.ir.bundle import Bundle, InFlight, numbered
 from passes.ir.collectives import is_collective, is_message, is_wait
 from passes.ir.inline import inlined
 from passes.ir.program import MicroBatches, Placements
@@ -335,9 +335,9 @@ class _BundleCertification:
     def _programs(self, coordinate: int, numbers: list[int]) -> Iterator[fx.Node]:
         bundles = [self.ranks[number][0] for number in numbers]
         order, flying, channels = bundles[0].order(self.call, coordinate), list[Any](), [InFlight(b) for b in bundles]
-        for at, role in enumerate(order):
+        for role, number in numbered(order):
             programs = [inlined(bundle.programs[role]) for bundle in bundles]
-            run = None if self.micro is None else Run(order[:at].count(role), self.shares)
+            run = None if self.micro is None else Run(number, self.shares)
             certification = Certification(self.captured, programs, runs=() if run is None else [run] * len(programs))
             certification.whole = self.whole
             ends = order.count(role) == 1

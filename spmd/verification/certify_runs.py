@@ -14,7 +14,7 @@ from torch import Tensor
 
 from passes import Input, InputSource, Program
 from passes.ir.inline import inlined
-from passes.ir.micro_batches import ascend, empty_accumulators, own_rows, runs_of
+from passes.ir.micro_batches import ascend, empty_accumulators, own_rows
 from passes.ir.program import MicroBatches, replicated
 
 from . import symbols
@@ -33,13 +33,14 @@ class RunsCertification(Certification):
         self.whole, last = CapturedMachine(self.captured, self.numbers), self.final
         self.micros = [_micro_of(program) for program in last]
         shares = Shares(self.micros[0].count, len(last[0].mesh.axes), in_a_tree=last[0].same_bits)
-        runs = [[inlined(each) for each in runs_of(program)] for program in last]
+        runs = [[inlined(each) for each in program.in_order()] for program in last]
         self.sums = [_empty(program, shares) for program in last]
         rows: list[list[dict[str, Any]]] = [[] for _ in last]
-        turns = list(zip(*([*micro.idle_runs, *micro.runs] for micro in self.micros), strict=True))
+        orders = [micro.turns(each.earlier) for micro, each in zip(self.micros, last, strict=True)]
+        turns = list(zip(*orders, strict=True))
         try:
-            for turn, numbers in enumerate(turns):
-                self.final, self.runs = [each[turn] for each in runs], [Run(k, shares) for k in numbers]
+            for turn, at in enumerate(turns):
+                self.final, self.runs = [each[turn] for each in runs], [Run(k, shares) for _, k in at]
                 for node in self.steps([self._inputs(rank, program) for rank, program in enumerate(self.final)]):
                     raise LockstepError(f"{node} waits for ranks of another program", node)
                 for rank in range(len(last)):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from passes import Axis, Input, Mesh, OutputKind, Program, Role, SpmdError
-from passes.ir.micro_batches import in_all_runs
 from passes.ir.numbers import pack
 from passes.ir.program import is_sharded
 from passes.runtime.master_copies import sent
@@ -35,9 +34,8 @@ def programs_of(rank: SimulatedRank, compiled: Compiled, mesh: Mesh, state: list
     with DisableAutocast():
         local = options.mode.partition(replace(compiled.captured.program, mesh=mesh))
         first = compiled.partitioned
-        local = replace(local, stored=first.stored, fixed=first.fixed)
-        chosen = {name: getattr(first, name) for name in ("reshard", "prefetch", "gathers_once")}
-        local = in_all_runs(local, **chosen)
+        chosen = ("stored", "fixed", "reshard", "prefetch", "gathers_once")
+        local = local.with_facts(**{name: getattr(first, name) for name in chosen})
         partitioned = local
         if transforms(options):
             partitioned = local.copy()

@@ -13,16 +13,14 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from passes import OutputKind, Program
-from passes.cleanup.dead_code import DeadCode
 from passes.ir.micro_batches import (
-    accumulating,
     ascend,
     empty_accumulators,
     new_accumulators,
     own_rows,
-    runs_of,
     without_assertions_on_sums,
 )
+from passes.update.split_micro_batches import earlier_runs
 
 from .bundle_lockstep import BundleRank, BundleRun, WatchOf
 from .lockstep import Watch, run_in_lockstep
@@ -57,8 +55,8 @@ def run_programs(
             given[k] = zeros
     if micro.spread is not None:
         return _run_spread(programs, inputs, watch)
-    runs = [runs_of(program) for program in programs]
-    is_split = micro.accumulating is not None and len(micro.accumulating.outputs) != len(programs[0].outputs)
+    runs = [program.in_order() for program in programs]
+    is_split = any(len(each.outputs) != len(programs[0].outputs) for each in programs[0].earlier.values())
     seen = None if watch is None or is_split else _Seen(micro.together > 1, _ranks_with_rows(programs[0]))
     rows: list[list[dict[str, Any]]] = [[] for _ in programs]
     for k in range(micro.count):
@@ -88,15 +86,13 @@ def _run_spread(programs: Sequence[Program], inputs: Sequence[list[Any]], watch:
             whole = torch.cat([given[k] for given in inputs], micros[0].split[name])
             for given in inputs:
                 given[k] = whole
-    lasts, rows = [runs_of(each)[-1] for each in programs], [list[dict[str, Any]]() for _ in programs]
-    firsts = [accumulating(m.accumulating or each, m.joined) for m, each in zip(micros, programs, strict=True)]
-    for first in firsts:
-        DeadCode().rewrite(first)
-    openings = [m.opening or each for m, each in zip(micros, firsts, strict=True)]
-    turns = list(zip(*([*micro.idle_runs, *micro.runs] for micro in micros), strict=True))
-    for turn, numbers in enumerate(turns, start=1):
-        now = lasts if turn == len(turns) else openings if turn == 1 else firsts
-        ranks = list(zip(micros, now, inputs, numbers, strict=True))
+    lasts, rows = [each.in_order()[-1] for each in programs], [list[dict[str, Any]]() for _ in programs]
+    firsts = [earlier_runs(each) for each in programs]
+    orders = [micro.turns(each.earlier) for micro, each in zip(micros, programs, strict=True)]
+    turns = list(zip(*orders, strict=True))
+    for turn, at in enumerate(turns, start=1):
+        now = lasts if turn == len(turns) else [own[role] for own, (role, _) in zip(firsts, at, strict=True)]
+        ranks = list(zip(micros, now, inputs, (number for _, number in at), strict=True))
         if seen is not None:
             seen.works = [turn > len(micro.idle_runs) for micro in micros]
         taken = [micro.of_run(each.inputs, given, k) for micro, each, given, k in ranks]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -58,6 +58,15 @@ class Needy(Pass):
 
     def rewrite(self, program: Program) -> int:
         return 0
+
+
+@dataclass(frozen=True)
+class DropSecond(Pass):
+    """Loses an output where there are two."""
+
+    def rewrite(self, program: Program) -> int:
+        program.set_outputs(program.output_values()[:1], program.outputs[:1])
+        return 1
 
 
 def program() -> Program:
@@ -182,3 +191,16 @@ def test_order() -> None:
         run(program(), [Needy(), DeadCode()])
     run(program(), [WaitLate()])
     run(program(), [DeadCode(), Needy()])
+
+
+def test_earlier_programs_are_rewritten_and_checked() -> None:
+    """Each pass rewrites all that a call runs, on copies; the history counts the edits of the last program."""
+    given = replace(program(), earlier={"first": program()})
+    done = run(given, [DropDetach()])
+    assert [targets(each) for each in done.members().values()] == [["neg.default"]] * 2
+    assert targets(given.earlier["first"]) == ["neg.default", "detach.default"]
+    assert done.history[-1] == "02 DropDetach: 1 edit"
+    first = make_program(lambda x: (aten.neg.default(x), aten.neg.default(x)), x=f64(3))
+    last = make_program(lambda x: (aten.sin.default(x),), x=f64(3))
+    with pytest.raises(PassError, match="result outputs were"):
+        run(replace(last, earlier={"first": first}), [DropSecond()])

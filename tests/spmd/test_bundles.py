@@ -443,7 +443,7 @@ def test_on_gpus_messages_have_streams_of_their_own() -> None:
             check_streams(program, StreamProgram(left))
 
 
-def _given(bundle: Bundle, values: dict[str, Any], role: str) -> list[Any]:
+def _given(bundle: Bundle, values: dict[str, Any], role: str, _: int) -> list[Any]:
     return [values[each.name] for each in bundle.programs[role].inputs if not each.role.is_of_channel]
 
 

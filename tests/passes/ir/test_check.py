@@ -12,6 +12,7 @@ import torch
 
 from passes import Axis, Mesh, OutputKind, PassError, Program, Role, check
 from passes.ir.collectives import WAIT, c10d
+from passes.ir.program import MicroBatches
 
 from ..programs import all_reduce, f64, make_program
 
@@ -148,3 +149,22 @@ def test_coalesced_collectives_are_waited_for_one_by_one() -> None:
         return WAIT(operator.getitem(both, 0)), WAIT(operator.getitem(both, 1))
 
     check(make_program(step, x=f64(3), y=f64(2)))
+
+
+def test_an_earlier_program_writes_what_it_declares() -> None:
+    """The declared updates are all of its updates; other programs may write anything."""
+    last = replace(program(), earlier={"first": replace(program(), name="first", writes=frozenset({"p"}))})
+    check(last)
+    for names in (set(), {"p", "q"}):
+        last.earlier["first"].writes = frozenset(names)  # type: ignore[arg-type]
+        with pytest.raises(PassError, match=r"first is declared to write .*, but writes \['p'\]"):
+            check(last)
+
+
+def test_inputs_of_runs_stay() -> None:
+    """An input under another name would be whole in each run of a call."""
+    cut = replace(program(), micro_batches=MicroBatches(2, {"x": 0}))
+    after = replace(cut, inputs=[cut.inputs[0], replace(cut.inputs[1], name="y")])
+    check(after, replace(cut, micro_batches=None))
+    with pytest.raises(PassError, match=r"each run takes its own \['x'\]"):
+        check(after, cut)

@@ -18,7 +18,6 @@ from spmd.cache.captured_data import captured_from_data
 from spmd.cache.not_cached import NotCachedError
 from spmd.cache.program_data import printed, program_from_data, program_to_data, scalar_from_data, target_of
 from spmd.capture.captured import Captured
-from spmd.step_compiler import first_runs
 from tests.harness.cases import MLP
 from tests.harness.fake import fake_world
 from tests.harness.oracle import compiled_run
@@ -64,8 +63,8 @@ def test_programs_are_read_back_as_they_are(style: Any, options: dict[str, Any],
                 assert again.assignment == program.assignment
                 assert (again.micro_batches is None) is (program.micro_batches is None)
                 assert printed(again) == printed(program)
-                assert printed(program).count("\ndef program(") == 1 + len(first_runs(program))
-                for first, same in zip(first_runs(program), first_runs(again), strict=True):
+                assert printed(program).count("\ndef program(") == 1 + len(program.earlier)
+                for first, same in zip(program.earlier.values(), again.earlier.values(), strict=True):
                     assert print_program(same) == print_program(first) and same.inputs == first.inputs
             assert print_program(passes.run(read[1], compiled.pipeline)) == print_program(compiled.program)
 

@@ -401,9 +401,10 @@ def test_compile_time_and_code_do_not_depend_on_their_number() -> None:
         compiled = spmd.compile(regress, parallel_mode=spmd.DataParallel(micro_batches=count))
         compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), *batch(12))
         program = compiled.program
-        assert program is not None and program.micro_batches is not None and program.micro_batches.accumulating
-        counts.append((len(program.graph.nodes), len(program.micro_batches.accumulating.graph.nodes)))
-        updates = {each.name for each in program.micro_batches.accumulating.inputs if each.in_place}
+        assert program is not None
+        accumulates = program.earlier["accumulating"]
+        counts.append((len(program.graph.nodes), len(accumulates.graph.nodes)))
+        updates = {each.name for each in accumulates.inputs if each.in_place}
         assert updates and all(name.startswith("accumulated.") for name in updates)
     assert counts[0] == counts[1] and counts[0][1] < counts[0][0]
 

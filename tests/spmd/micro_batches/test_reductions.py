@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from passes.ir.micro_batches import REDUCED_ONCE, runs_of
+from passes.ir.micro_batches import REDUCED_ONCE
 from tests.harness.fake import fake_world
 
 from .test_numbers import batch, verified
@@ -76,7 +76,7 @@ def test_a_step_reduces_as_often_as_with_the_whole_batch(step: Any, mode: dict[s
 def test_what_is_reduced_ahead_is_handed_on_by_the_first_micro_batch() -> None:
     """The counts are one message there; the other runs do not read the rows of the whole batch any more."""
     program = compiled(counts_twice, micro_batches=4).program
-    first, *others = runs_of(program)
+    first, *others = program.in_order()
     assert [node.meta["val"].numel() for node in first.collectives()] == [2]
     assert [len(list(each.collectives())) for each in others[:-1]] == [0, 0]
     kept = [each.name for each in first.inputs if each.role is REDUCED_ONCE]

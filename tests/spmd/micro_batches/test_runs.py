@@ -262,8 +262,7 @@ def test_a_budget_counts_the_longest_part() -> None:
     compiled = spmd.compile(regress, parallel_mode=mode)
     compiled(wide, *rows(871))
     assert compiled.program is not None and compiled.program.micro_batches is not None
-    longest, last = compiled.program.micro_batches.accumulating, replace(compiled.program, micro_batches=None)
-    assert longest is not None
+    longest, last = compiled.program.earlier["accumulating"], replace(compiled.program, micro_batches=None, earlier={})
     needed, less = (planned_memory(each)["cpu"].peak for each in (longest, last))
     assert needed > less
     with pytest.raises(spmd.MemoryBudgetError):

@@ -37,14 +37,14 @@ def test_nodes_of_one_name_that_compute_other_values_are_not_joined() -> None:
     """A pass may name what it inserts otherwise in a program of other sizes, as that of a shorter last part."""
     others = named({"sin": "first", "cos": "second"}, 3)
     last = named({"cos": "first", "sin": "second"}, 2)
-    micro = MicroBatches(2, {"x": 0}, joined={each.name: 0 for each in last.outputs}, accumulating=others)
+    micro = MicroBatches(2, {"x": 0}, joined={each.name: 0 for each in last.outputs})
     seen, x = dict[str, Any](), torch.arange(5, dtype=torch.float64)
 
     def watch(nodes: Any, values: Any) -> None:
         if "captured" in nodes[0].meta:
             seen[nodes[0].meta["captured"]] = values[0]
 
-    (returned,) = run_programs([replace(last, micro_batches=micro)], [[x]], watch)
+    (returned,) = run_programs([replace(last, micro_batches=micro, earlier={"accumulating": others})], [[x]], watch)
     assert torch.equal(returned[0], x.sin())
     assert list(seen) == ["exp"] and torch.equal(seen["exp"], x.exp())
 
