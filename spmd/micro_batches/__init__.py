@@ -7,7 +7,7 @@ accumulators. So a loss is scaled by global counts, and an update sees whole gra
 OWNS = (
     *("micro_batches", "accumulate_dtype", "chooses_runs", "gathers_once"),
     *("MicroBatches", "SplitMicroBatches", "GatherOnce", "accumulating", "opening", "idle_runs", "of_run", "in_run"),
-    *("in_all_runs", "runs_of", "in_time", "new_accumulators", "empty_accumulators", "sums_of_runs"),
+    *("added_to", "earlier_runs", "in_time", "new_accumulators", "empty_accumulators", "sums_of_runs"),
     *("ACCUMULATOR", "GATHERED_ONCE", "REDUCED_ONCE", "RUN_NUMBER", "TIME_AXIS", "TIME_AXIS_LAST"),
 )
 """Identifiers of this feature. No further file outside of it may name one (``tests/test_structure.py``)."""
