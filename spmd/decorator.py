@@ -117,7 +117,8 @@ def compile(
     - ``cache``: a folder in which compiled steps are kept for later processes, ``"on"`` for the user's cache directory,
       ``"off"``, or ``"verify"`` to compile all the same and compare; None: as ``SPMD_CACHE`` says, else ``"on"``.
     - ``check``: ``"first"`` compares each program's first call, on copies, with the program before its passes;
-      ``"nan"`` waits for each call, and raises ``SpmdError`` if a value of it is NaN or Inf, with the first module.
+      ``"nan"`` waits for each call, and raises ``SpmdError`` if an output of a module, a gradient or a parameter is
+      NaN or Inf.
 
     Raises ``TypeError`` or ``ValueError`` for other arguments. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError``, and leave state as it was.

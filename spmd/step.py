@@ -188,8 +188,8 @@ class CompiledStep(Generic[P, R]):
         the optimizer gets them, with ``.update`` of what it adds, with a key of its state (``.exp_avg``) of that; or of
         modules, with ``.output`` behind it. The argument that holds the model may be left out: ``"blocks.*.grad"``.
         ``statistics``: ``"norm"``, ``"max"`` (the largest absolute value), ``"zeros"`` (how many), ``"nan"`` (how many
-        are NaN or Inf), of whole values in any mode; ``"norm"`` if none is named. ``as_one``: of all of them
-        as one, under the name ``"all"``.
+        are NaN or Inf), ``"overflow"`` (NaN or +Inf), of whole values in any mode; ``"norm"`` if none is named.
+        ``as_one``: of all of them as one, under the name ``"all"``.
 
         They are computed in the step, which waits for none: ``values`` of what is returned has them, and ``to`` gets
         them when the next call begins, on the first rank: a function of a call's number and values, a

@@ -19,6 +19,7 @@ from passes.ir.ops import Trait, has
 
 aten = torch.ops.aten
 _FILLS = (Trait.ZEROS, Trait.ONES, Trait.FULL)
+_NOT_SUMMED = (torch.bool, torch.int16)  # by gloo; bools as bytes, of which 256 are none
 _ADDS = (aten.index_add.default, aten.scatter_add.default, aten.index_put.default, aten._unsafe_index_put.default)
 
 
@@ -43,18 +44,25 @@ def add_to_state_last(program: Program, rows: Collection[str]) -> Program:
 
 
 def _adds(node: fx.Node) -> bool:
-    return node.target in _ADDS and ("index_put" not in str(node.target) or node.args[3:] == (True,))
+    if node.target not in _ADDS or node.meta["val"].dtype in _NOT_SUMMED:
+        return False
+    return "index_put" not in str(node.target) or node.args[3:] == (True,)
 
 
 def _is_whole(node: Any, state: Collection[fx.Node]) -> bool:
     """Whether a value is state as the step has written it so far: of each op there, the first operand was it."""
-    shape = node.meta["val"].shape
+    size = node.meta["val"].numel()  # a view of state is as whole
     while node not in state:
         first = node.args[0] if node.args and not has(node.target, *_FILLS) else None
-        if not isinstance(first, fx.Node) or getattr(first.meta["val"], "shape", None) != shape:
+        if not isinstance(first, fx.Node) or not _has_size(first, size):
             return False
         node = first
     return True
+
+
+def _has_size(node: fx.Node, size: int) -> bool:
+    val = node.meta["val"]
+    return isinstance(val, torch.Tensor) and val.numel() == size
 
 
 def _apart(node: fx.Node) -> tuple[fx.Node, fx.Node]:

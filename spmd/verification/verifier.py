@@ -125,7 +125,8 @@ class PlainStep:
 
     def run(self) -> Any:
         """One step; returns its result."""
-        with one_rank(), flex_attention_as_ops():  # of which torch has no backward on the CPU
+        # Hooks of a backward run in this thread, which is answered; FlexAttention has no backward on the CPU.
+        with torch.autograd.set_multithreading_enabled(False), one_rank(), flex_attention_as_ops():
             return self.subject.function(*self.copied.args, **self.copied.kwargs)
 
     def given(self) -> Arguments:

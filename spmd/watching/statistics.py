@@ -35,7 +35,8 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    return _wide(x.abs()).amax() if x.numel() else _wide(x.abs()).sum()
+    size = _wide(x).abs()
+    return size.amax() if x.numel() else size.sum()
 
 
 def _zeros(x: Tensor) -> Tensor:
@@ -43,11 +44,18 @@ def _zeros(x: Tensor) -> Tensor:
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    return (~torch.isfinite(x)).sum()
+    return (~torch.isfinite(_wide(x))).sum()
+
+
+def _overflown(x: Tensor) -> Tensor:
+    size = _wide(x.abs() if x.is_complex() else x)
+    return (~(size < torch.inf)).sum()
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    if not x.is_floating_point():
+        return x if x.is_complex() else x.double()
+    return x if x.dtype.itemsize >= 4 else x.float()
 
 
 STATISTICS = {
@@ -55,5 +63,7 @@ STATISTICS = {
     "max": Statistic(_largest, torch.amax),
     "zeros": Statistic(_zeros),
     "nan": Statistic(_not_finite),
+    "overflow": Statistic(_overflown),
 }
-"""``norm``: Euclidean; ``max``: the largest absolute value; ``zeros``: how many elements are 0; ``nan``: NaN or Inf."""
+"""``norm``: Euclidean; ``max``: the largest absolute value; ``zeros``: how many elements are 0; ``nan``: NaN or Inf;
+``overflow``: NaN or +Inf, where -Inf is a mask."""

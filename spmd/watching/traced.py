@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from passes import CaptureError
 
-from .._torch import register_module_forward_hook, tree_flatten
+from .._torch import has_own_storage, register_module_forward_hook, tree_flatten
 from .statistics import STATISTICS, row_of
 from .watch import ALL, Spec, Watched
 
@@ -83,7 +83,7 @@ class Watching:
     def _returned(self, module: nn.Module, _: Any, output: Any) -> None:
         name = self._modules.get(id(module))
         tensors = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.is_floating_point()]
-        if name is not None and tensors:
+        if name is not None and tensors and has_own_storage(tensors[0]):  # else one row of a value, in torch.vmap
             self._look(OUTPUT, {name: tensors[0]})
 
     def _look_at_end(self) -> None:

@@ -78,12 +78,11 @@ def _compiled_run(
         beside = Compiled(values, rank, count, folder / "checkpoint", lambda row: compiled(row, folder), traces)
         if values["cache"] == "each rank":
             stack.enter_context(each_rank_traces())
-        if values["memory"] == "tight":
-            stack.enter_context(tight_budgets())
+        nothing_helps = stack.enter_context(tight_budgets()) if values["memory"] == "tight" else []
         step = compiled(values, folder)
         got = _run(values, step, own, beside, calls)
         step.flush()  # a second model may have an update pending
-        return [*beside.found, *missing(values, step, len(traces), is_warm)], got
+        return [*beside.found, *missing(values, step, len(traces), is_warm, nothing_helps)], got
 
 
 @contextmanager

@@ -38,29 +38,33 @@ def each_rank_traces() -> Iterator[None]:
 
 
 @contextmanager
-def tight_budgets() -> Iterator[None]:
+def tight_budgets() -> Iterator[list[bool]]:
     """Each program has a budget that is less than it takes, or the least that it asks for.
+
+    Yields, for each, whether that is what it takes: nothing that is computed again would take less.
 
     Budgets are of what programs compute: the graphs of a tiny model take 200 times as much. Each level of recomputation
     drops a sixth of the peak, and the three budgets of a program have one search, so that passes run on few candidates.
     """
-    fit, search = options.fit, fit_memory._Search
+    fit, search, nothing_helps = options.fit, fit_memory._Search, list[bool]()
 
     def fit_tightly(program: Any, pipeline: Any, budget: int, *given: Any) -> Any:
         with mock.patch.object(fit_memory, "_Search", _once(search)):
             plain = fit(program, pipeline, budget, *given)
             try:
-                return fit(program, pipeline, int(0.9 * plain.peak), *given)
+                found = fit(program, pipeline, int(0.9 * plain.peak), *given)
             except passes.MemoryBudgetError as error:
                 size, unit = re.findall(r"([\d.]+) (KB|MB)", str(error))[0]
-                return fit(program, pipeline, round(float(size) * {"KB": 1e3, "MB": 1e6}[unit]), *given)
+                found = fit(program, pipeline, round(float(size) * {"KB": 1e3, "MB": 1e6}[unit]), *given)
+        nothing_helps.append(found.peak >= plain.peak)
+        return found
 
     with (
         mock.patch.multiple(fit_memory, _NODE_BYTES=0, _COMPILING=0),
         mock.patch.object(recompute_levels, "_PARTS", 6),
         mock.patch.object(options, "fit", fit_tightly),
     ):
-        yield
+        yield nothing_helps
 
 
 def _once(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,13 +79,17 @@ def _once(make: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-def missing(values: Mapping[str, str], step: spmd.CompiledStep[..., Any], traces: int, is_warm: bool) -> list[str]:
-    """A line for each value that did nothing on this rank."""
+def missing(
+    values: Mapping[str, str], step: spmd.CompiledStep[..., Any], traces: int, is_warm: bool, nothing_helps: list[bool]
+) -> list[str]:
+    """A line for each value that did nothing on this rank; ``nothing_helps``: as ``tight_budgets`` yields it."""
     notes = [note for program in step.programs for note in program.notes]
     has = {
         "an override ran": values["override"] == "none" or step.options.overrides[0].count > 0,  # type: ignore[attr-defined]
         "a rank traced": values["cache"] != "each rank" or traces > 0,
-        "a budget had values computed again": values["memory"] != "tight" or any("without)" in each for each in notes),
+        "a budget had values computed again": values["memory"] != "tight"
+        or any("without)" in each for each in notes)
+        or (bool(nothing_helps) and all(nothing_helps)),
         "numbers were rounded": values["wire"] == "own" or _rounds(step, notes),
         "nothing was traced": not is_warm or not is_kept(values) or traces == 0,
     }

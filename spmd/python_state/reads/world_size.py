@@ -13,7 +13,7 @@ from types import CodeType
 from torch.distributed import get_world_size
 
 from ..._torch import group_sizes
-from ...interpreter.foreign_code import is_foreign_frame
+from ...interpreter.foreign_code import is_foreign_frame, is_importing
 
 _ASKS: CodeType = get_world_size.__code__
 
@@ -23,8 +23,8 @@ def one_rank() -> AbstractContextManager[None]:
     thread = threading.get_ident()
 
     def answer(size: int) -> int:
-        asks = sys._getframe(2)
+        asks = sys._getframe(2)  # behind the function that group_sizes puts in torch's place
         caller = asks.f_back if asks.f_code is _ASKS and threading.get_ident() == thread else None
-        return size if caller is None or is_foreign_frame(caller) else 1
+        return size if caller is None or is_foreign_frame(caller) or is_importing(caller) else 1
 
     return group_sizes(answer)

@@ -28,6 +28,10 @@ def confusion_by_index(state: nn.Module, h: Tensor, p: Tensor, y: Tensor) -> Non
     state.pairs.index_put_((y, p), torch.ones_like(y), accumulate=True)
 
 
+def confusion_by_number(state: nn.Module, h: Tensor, p: Tensor, y: Tensor) -> None:
+    state.pairs.view(-1).index_add_(0, y * CLASSES + p, torch.ones_like(y))
+
+
 def counts_and_moving_sums(state: nn.Module, h: Tensor, p: Tensor, y: Tensor) -> None:
     state.seen.scatter_add_(0, y, torch.ones_like(y))
     state.sums.mul_(0.9).index_add_(0, y, h, alpha=0.1)
@@ -38,7 +42,7 @@ def means_of_classes(state: nn.Module, h: Tensor, p: Tensor, y: Tensor) -> None:
     state.sums = torch.where(seen > 0, 0.9 * state.sums + 0.1 * sums / seen.clamp(min=1), state.sums)
 
 
-COUNTS = (confusion_by_bincount, confusion_by_index, counts_and_moving_sums, means_of_classes)
+COUNTS = (confusion_by_bincount, confusion_by_index, confusion_by_number, counts_and_moving_sums, means_of_classes)
 Count = Callable[[nn.Module, Tensor, Tensor, Tensor], None]
 
 

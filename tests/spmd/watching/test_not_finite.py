@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import spmd
+from spmd.watching.statistics import STATISTICS, row_of
 from tests.harness.pool import Ranks
 
 
@@ -42,7 +43,7 @@ def message(rank: int, world: int, mode: dict[str, Any], phase: str, shares: boo
     for call in range(3):
         x = torch.rand(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * call + rank * shares))
         if call == 2 and phase == "forward" and (rank == world - 1 or not shares):
-            x[-1, 0] = torch.inf  # of one rank's rows
+            x[-1, 0] = torch.nan  # of one rank's rows
         if call == 2 and phase == "gradient":
             x, _ = torch.zeros_like(x), model.get_submodule("0").bias.data.zero_()
         if call == 2 and phase == "update":
@@ -75,3 +76,41 @@ def test_the_first_module_is_named_on_all_ranks(ranks: Ranks, mode: dict[str, An
 def test_the_phase_is_that_of_the_first_value(ranks: Ranks, phase: str) -> None:
     for each in ranks.run(2, message, {"parallel_style": "fully_shard"}, phase, True):
         assert each.startswith(f"2: call 3 of train has NaN or Inf first in {phase}:") and NAMED[phase] in each
+
+
+class Masked(nn.Module):
+    """Logits, of which some are left out by -Inf, of a model that runs for each row, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.vmap(self.inner)(x)
+        return rows.masked_fill(torch.arange(3) > 1, -torch.inf)
+
+
+@pytest.mark.usefixtures("alone")
+def test_masks_and_rows_under_vmap_are_left_alone() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).softmax(1)[:, 0].mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model = Masked().double()
+    compiled = spmd.compile(step, check="nan")
+    for _ in range(2):
+        compiled(model, torch.optim.SGD(model.parameters(), 0.1), torch.rand(4, 3, dtype=torch.float64))
+    with pytest.raises(spmd.SpmdError, match="first in forward"):
+        compiled(model, torch.optim.SGD(model.parameters(), 0.1), torch.full((4, 3), torch.nan, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bool, torch.bfloat16, torch.int64])
+def test_statistics_of_narrow_numbers_are_not_computed_in_them(dtype: torch.dtype) -> None:
+    x = torch.tensor([100, 100, -128 if dtype.is_signed and dtype is not torch.bool else 1]).to(dtype)
+    exact = x.double()
+    for name, want in (("norm", exact.norm()), ("max", exact.abs().max())):
+        found = row_of([STATISTICS[name].of(x)], STATISTICS[name], as_one=False)
+        torch.testing.assert_close(found.double(), want.reshape(1), rtol=1e-6, atol=0)

@@ -213,8 +213,8 @@ def test_an_update_that_a_scaler_takes_back_is_none() -> None:
 
 
 @pytest.mark.parametrize("given, error", [
-    (("*.grad", "median"), "expected statistics among norm, max, zeros, nan, got 'median'"),
-    (("*.grad", ["norm"]), r"expected statistics among norm, max, zeros, nan, got \['norm'\]"),
+    (("*.grad", "median"), "expected statistics among norm, max, zeros, nan, overflow, got 'median'"),
+    (("*.grad", ["norm"]), r"expected statistics among norm, max, zeros, nan, overflow, got \['norm'\]"),
     ((3,), 'expected the names to watch as text, such as "\\*.grad", got 3'),
 ])  # fmt: skip
 def test_arguments_are_checked_at_once(given: Any, error: str) -> None:
