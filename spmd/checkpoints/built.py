@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ def build(folder: Path, make: Any, config: Any, dtype: torch.dtype | None, in_fi
         return model if dtype is None else model.to(dtype)
     transformers = _library()
     config = _configuration(folder, config, transformers)
+    for name in getattr(config, "sub_configs", ()) if dtype is not None else ():
+        if (part := getattr(config, name, None)) is not None:
+            part.dtype = dtype
     dtype = dtype or config.dtype or in_files or torch.get_default_dtype()
     config.dtype = dtype
     make = make or _class_of(config, folder, transformers)
@@ -48,13 +51,16 @@ def build(folder: Path, make: Any, config: Any, dtype: torch.dtype | None, in_fi
 def parameters_on_meta() -> Iterator[None]:
     """Let each parameter be on the meta device from the moment that a module gets it."""
     register = nn.Module.register_parameter
+    known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # what is tied stays so; by the id of what is held here
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
-        if param is not None and not param.is_meta:
-            made = type(param)(param.to("meta"), requires_grad=param.requires_grad)
-            made.__dict__.update(vars(param))
-            own_parameters(self)[name] = made
+        if type(param) is nn.Parameter and not param.is_meta:
+            if id(param) not in known:
+                made = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+                made.__dict__.update(vars(param))
+                known[id(param)] = param, made
+            own_parameters(self)[name] = known[id(param)][1]
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
     try:
@@ -147,11 +153,19 @@ class LibraryNames:
         for each in self._transforms:
             if not getattr(each, "operations", None):
                 newer = each.rename_source_key(newer)[0]
-        return next((each for each in (newer, self._prefix + newer) if each in wanted), name)
+        found = (newer, self._prefix + newer, newer.removeprefix(self._prefix))
+        return next((each for each in found if each in wanted), name)
 
-    def is_ignored(self, name: str) -> bool:
-        """Whether older files have such a tensor, which the model does not."""
-        return any(re.search(pattern, name) for pattern in self._ignored)
+    def is_ignored(self, name: str, is_body: bool) -> bool:
+        """Whether files have such a tensor, which the model does not: older ones, or those of one with a head."""
+        of_head = is_body and not name.startswith(self._prefix)
+        return of_head or any(re.search(pattern, name) for pattern in self._ignored)
+
+    def is_body(self, names: Iterable[str], wanted: Container[str]) -> bool:
+        """Whether files name the model as the body of another one."""
+        return bool(self._prefix) and any(
+            name not in wanted and name.removeprefix(self._prefix) in wanted for name in names
+        )
 
     def changes(self, name: str) -> bool:
         """Whether the values of such a tensor in files are changed, not only renamed."""

@@ -80,14 +80,14 @@ def from_pretrained(
     ``model``: a class of transformers, as ``AutoModelForCausalLM``, which gets the configuration; by default the class
     that the configuration names. Or a function without arguments that makes any module, and needs no configuration.
     ``config``: a configuration to use instead of the folder's. ``dtype``: that of floating-point parameters; by default
-    what the configuration says, else what the files have. Values are cast where the files have others.
+    what the configuration says, else what the files have, or what a function makes; values in files are cast.
     ``names``: a table of names in the files, for those that are not the model's: ``{"*.qkv.*": ("*.q.*", "*.k.*",
     "*.v.*")}`` for rows of three tensors that are one in the model, ``{("*.gate.*", "*.up.*"): "*.gate_up.*"}`` for the
     reverse, ``{"*": "model.*"}`` for other names, ``{"*.experts.up": ("*.experts.#.w1.weight",)}`` for an entry of the
     files for each index of the first dim. ``spmd.export`` with the same table writes the files' names again.
 
-    Parameters start on the meta device; buffers are those that the model's code makes. Tied parameters stay tied. As
-    from transformers, the model is in evaluation mode: call ``.train()``. Make the optimizer after this.
+    Parameters start on the meta device; buffers are those that the model's code makes. Tied parameters stay tied.
+    Models of transformers are in evaluation mode, as from there: call ``.train()``. Make the optimizer after this.
 
     Raises ``FileNotFoundError`` where there is no such folder, ``ValueError`` with all names that are missing, left
     over or of another shape, and ``SpmdError`` with the name of a file that is damaged, on all ranks.

@@ -32,11 +32,11 @@ class PretrainedModel:
         self._first = _first_names(self.model)
         self._pieces = Pieces.by(names, {name: tuple(each.shape) for name, each in _state(self.model).items()})
         library, wanted = LibraryNames(self.model), self._pieces.shapes
-        known = {name: library.known(name, wanted) for name in stored}
+        known, is_body = {name: library.known(name, wanted) for name in stored}, library.is_body(stored, wanted)
         self._stored = {
             name if known[name] in stored else known[name]: each
             for name, each in stored.items()
-            if known[name] in wanted or not library.is_ignored(name)
+            if known[name] in wanted or not library.is_ignored(name, is_body)
         }
         self._check(str(folder))
         same = [name for name, pieces in self._pieces.of.items() if pieces[0].source == name and name in self._stored]
@@ -118,7 +118,8 @@ def _box(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    found = foreign_files(folder)
+    single = folder / "model.safetensors"  # before an index, as transformers has it
+    found = [single] if single.is_file() else foreign_files(folder)
     if not found:
         what = "no safetensors file in it" if folder.exists() else "no such folder"
         raise FileNotFoundError(
@@ -150,7 +151,8 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for held in map(own_buffers, model.modules()):
-        for name, buffer in held.items():
-            if buffer is not None and buffer.device.type != device.type:
-                held[name] = buffer.to(device)
+    moved: dict[int, torch.Tensor] = {}  # modules may share one
+    held = [(buffers, name, each) for buffers in map(own_buffers, model.modules()) for name, each in buffers.items()]
+    for buffers, name, each in held:
+        if each is not None and each.device.type != device.type:
+            buffers[name] = moved.setdefault(id(each), each.to(device))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.configuration_utils import get_head_shapes
 
 from passes.ir.program import Placements
 
@@ -22,6 +23,8 @@ from .._torch import dtensor_over, local_tensor
 from ..placements import local_shape
 from ..ranks.world import describe
 from ..state.split_tensor import as_rows
+
+_OTHER_SHAPES = ("qk_head_dim", "kv_lora_rank", "num_kv_heads")  # of DeepSeek, of Falcon
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +53,14 @@ class SplitCache:
         """
         config = model.config.get_text_config(decoder=True)
         cache = StaticCache(config=config, max_cache_len=length)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, size = get_head_shapes(config)
+        others = [name for name in _OTHER_SHAPES if getattr(config, name, None)]
+        if isinstance(heads, list) or isinstance(size, list) or others:
+            raise ValueError(
+                f"{type(model).__name__} keeps keys and values of other shapes than rows x heads x tokens x size "
+                f"({', '.join(others) or 'other heads in each layer'}): call model.generate in "
+                "`with spmd.unshard(model):`"
+            )
         by_heads = {k for k in heads_over if heads % mesh.size(k) == 0}
         split = [Shard(0) if k in rows_over else Shard(1) if k in by_heads else Replicate() for k in range(mesh.ndim)]
         for layer in cache.layers:
@@ -78,6 +87,11 @@ class SplitCache:
             layer.cumulative_length.zero_()
             if isinstance(layer, StaticSlidingWindowLayer):
                 layer.cumulative_length_int = 0
+
+    def fits(self, model: Any, length: int) -> bool:
+        """Whether it has room for sequences of this length, of the model as it is now."""
+        part = self._parts()[0]
+        return self.length >= length and (part.dtype, part.device.type) == (model.dtype, model.device.type)
 
     def free(self) -> None:
         """Give the memory back."""

@@ -21,19 +21,19 @@ from ..decorator import compile
 from ..modes.base import ParallelMode
 from ..modes.data_parallel import DataParallel
 from ..modes.data_rank import data_rank
+from ..modes.shares import StyleName
+from ..options import check_mode
 from ..ranks.world import axis_names, world
 from .rows import WHAT, Rows, rows_of_all
 
 _ROWS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")  # what a forward gets for each row
-_REFUSED = {
-    "cache",
-    "past_key_values",
-    "cache_implementation",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-}
-_LENGTH = 20  # of text where nobody says one, as transformers has it
+_REFUSED = {"cache", "past_key_values", "use_cache"}  # as options
+_REFUSED_IF_ON = (  # as options, or in a configuration
+    *("cache_implementation", "output_attentions", "output_hidden_states", "prefill_chunk_size", "guidance_scale"),
+    "max_time",
+)
+_OF_LIBRARY = ("transformers_version", "_from_model_config", "use_cache")  # what ranks need not have equal
+_NEW_TOKENS = 20  # where neither a number of these nor a length is given, as transformers has it
 _MULTIPLE = 64  # of the tokens that a cache has room for, so that few lengths need programs
 _MOST = 8  # numbers of rows whose programs are kept
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")  # of transformers' GenerationMode
@@ -44,7 +44,7 @@ def generate(
     input_ids: Tensor,
     *,
     attention_mask: Tensor | None = None,
-    parallel_mode: ParallelMode | None = None,
+    parallel_mode: ParallelMode | StyleName | None = None,
     **options: Any,
 ) -> Any:
     """Generate tokens with a decoder of transformers, as ``model.generate`` of one device does for all ranks' prompts.
@@ -52,13 +52,14 @@ def generate(
     Parameters stay as the training step has left them, split or not: the forward is compiled for ``parallel_mode``,
     that of the step, and each rank computes its rows, with its part of the key-value caches. All ranks call it
     together, with their own prompts (rows x tokens), of any number and length; ``options`` are those of
-    ``model.generate``, equal on all ranks. Greedy and sampled text, beams, scores, ``streamer`` and stopping criteria
-    are those of one device that has the prompts of all ranks, the shorter ones padded on the left: tokens are drawn
-    with the random numbers of the first rank, whose state moves on as there.
+    ``model.generate``, equal on all ranks. Greedy and sampled text, beams and scores of a model in evaluation mode are
+    those of one device that has the prompts of all ranks, the shorter ones padded on the left: tokens are drawn with
+    the random numbers of the first rank, whose state moves on as there.
 
     Returns what ``model.generate`` returns, of it the rows of this rank's prompts. Each rank holds the scores of one
-    token of all rows meanwhile (rows x vocabulary). Programs are kept with the model: one for each length of prompts,
-    one for all tokens behind them, others where caches grow (by 64 tokens).
+    token of all rows meanwhile (rows x vocabulary). Programs are kept with the model and this very ``parallel_mode``:
+    one for each length of prompts, one for the tokens behind them, more where caches grow (by 64 tokens) or a model
+    computes them in several ways (sliding windows).
 
     Raises ``ValueError`` where ranks disagree, for models with an encoder, for models that keep something else from
     token to token than keys and values in a static cache, and for ways to generate that call the model otherwise
@@ -69,17 +70,17 @@ def generate(
             f"expected attention_mask to have the shape of input_ids, {list(input_ids.shape)}, got "
             f"{list(attention_mask.shape)}"
         )
-    mode = DataParallel() if parallel_mode is None else parallel_mode
+    config = _config(model, options)
     kept = _generators.get(model)
     if kept is None or kept.given is not parallel_mode:
-        kept = _generators[model] = _Generator(parallel_mode, mode, model)
-    return kept.generate(model, input_ids, attention_mask, options)
+        kept = _generators[model] = _Generator(parallel_mode, check_mode(parallel_mode), model)
+    return kept.generate(model, input_ids, attention_mask, config, options)
 
 
 class _Generator:
     """Generates with a model; the programs are kept for later calls."""
 
-    def __init__(self, given: ParallelMode | None, mode: ParallelMode, model: Any) -> None:
+    def __init__(self, given: ParallelMode | str | None, mode: ParallelMode, model: Any) -> None:
         self.given = given
         self.mesh = mode.mesh if mode.mesh is not None else world(model.device)
         names = axis_names(self.mesh)
@@ -90,24 +91,24 @@ class _Generator:
         }
         self.index, self.count = data_rank(mode)
         split = {names[k]: Shard(0) for k in self.over[AxisRole.BATCH]}
-        self.of_rows = copy.copy(mode)
-        self.of_rows.inputs = {"rows": split}
+        self.of_rows = mode.for_forward({"rows": split})
         self.of_order = DataParallel(mesh=self.mesh, axes={"batch": names}, inputs={"order": {}})
         self.kept: dict[int, _Compiled] = {}  # by the number of rows
 
-    def generate(self, model: Any, prompts: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Any:
-        config = _config(model, options)
-        together = rows_of_all(self.mesh, self.index, self.count, prompts, mask, options, config.pad_token_id or 0)
+    def generate(self, model: Any, prompts: Tensor, mask: Tensor | None, config: Any, options: dict[str, Any]) -> Any:
+        settings = {name: repr(value) for name, value in config.to_dict().items() if name not in _OF_LIBRARY}
+        together = rows_of_all(self.mesh, self.index, self.count, prompts, mask, settings, config.pad_token_id or 0)
         rows, prompts = together.rows, together.prompts
-        most = config.max_new_tokens
-        length = prompts.shape[1] + most if most is not None else config.max_length or _LENGTH
+        length = prompts.shape[1] + (config.max_new_tokens or _NEW_TOKENS)
+        length = length if config.max_new_tokens else max(length, config.max_length or 0)
         each = max(config.num_beams or 1, config.num_return_sequences or 1)
         compiled = self._compiled(model, len(rows.filled(torch.empty(len(prompts) * each, 0))), length)
-        given = {"input_ids": prompts, "cache": compiled.cache.object, "disable_compile": True, **options}
+        own = {"cache": compiled.cache.object, "use_cache": True, "disable_compile": True}
+        given = {"input_ids": prompts, **options, **own}
         if together.mask is not None:
             given["attention_mask"] = together.mask
-        compiled.cache.reset()
         try:
+            compiled.cache.reset()
             with compiled.in_place_of_forward(model, rows), together.random_numbers():
                 found = model.generate(**given)
         finally:
@@ -115,11 +116,14 @@ class _Generator:
         if isinstance(found, Tensor):
             return rows.given(found)
         parts = {name: tree_map(rows.given, value) for name, value in found.items() if value is not given["cache"]}
+        if "beam_indices" in parts:  # rows of the beams of all ranks
+            first, beams = sum(rows.counts[: rows.index]) * (config.num_beams or 1), parts["beam_indices"]
+            parts["beam_indices"] = torch.where(beams < 0, beams, beams - first)
         return type(found)(**parts)
 
     def _compiled(self, model: Any, rows: int, length: int) -> _Compiled:
         found = self.kept.pop(rows, None)
-        if found is None or found.cache.length < length:
+        if found is None or not found.cache.fits(model, length):
             found = _Compiled(self, model, rows, -(-length // _MULTIPLE) * _MULTIPLE)
         self.kept[rows] = found
         if len(self.kept) > _MOST:
@@ -203,7 +207,9 @@ def reorder_beams(cache: Any, order: Tensor) -> None:
 
 
 def _config(model: Any, options: dict[str, Any]) -> Any:
-    """The settings of a generation. Raises ``ValueError`` for what it cannot do."""
+    """The settings of a generation. Raises ``ValueError`` for what it cannot do, ``TypeError`` for another model."""
+    if not hasattr(model, "generation_config"):
+        raise TypeError(f"expected a model of transformers that can generate, got {type(model).__name__}")
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{WHAT} is for decoders, and {type(model).__name__} has an encoder: call model.generate in "
@@ -221,6 +227,8 @@ def _config(model: Any, options: dict[str, Any]) -> Any:
         if getattr(config, name, None) is None and value is not None:
             setattr(config, name, value)
     config.update(**{name: value for name, value in options.items() if name != "generation_config"})
+    if refused := [name for name in _REFUSED_IF_ON if getattr(config, name, None)]:
+        raise ValueError(f"{WHAT} returns tokens and scores alone, as fast as it can: leave out {', '.join(refused)}")
     mode = config.get_generation_mode(options.get("assistant_model"))
     if mode not in _MODES:
         raise ValueError(f"{WHAT} generates by {', '.join(_MODES)}, not by {mode.value}")

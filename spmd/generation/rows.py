@@ -28,7 +28,7 @@ class Rows:
         if not isinstance(whole, Tensor) or not whole.ndim:
             return whole
         each, first = len(whole) // sum(self.counts), sum(self.counts[: self.index])
-        return whole[first * each : (first + self.counts[self.index]) * each]
+        return whole[first * each : (first + self.counts[self.index]) * each].clone()  # of memory for these alone
 
     def filled(self, whole: Tensor) -> Tensor:
         """All rows, and as many for each rank: the last ones may be copies of a row."""
@@ -47,23 +47,26 @@ class Together:
     rows: Rows
     prompts: Tensor
     mask: Tensor | None
-    state: str
+    states: list[str]
     is_first: bool
 
     @contextmanager
     def random_numbers(self) -> Iterator[None]:
         """Draw what the first rank draws, for the length of the context; the others go on where they were."""
-        own = torch.get_rng_state()
-        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self.state), dtype=torch.uint8))
+        generators = _generators(self.prompts.device)
+        before = [each.get_state() for each in generators]
+        for generator, state in zip(generators, self.states, strict=True):
+            generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
         try:
             yield
         finally:
             if not self.is_first:
-                torch.set_rng_state(own)
+                for generator, own in zip(generators, before, strict=True):
+                    generator.set_state(own)
 
 
 def rows_of_all(
-    mesh: DeviceMesh, index: int, count: int, prompts: Tensor, mask: Tensor | None, options: dict[str, Any], pad: int
+    mesh: DeviceMesh, index: int, count: int, prompts: Tensor, mask: Tensor | None, settings: dict[str, str], pad: int
 ) -> Together:
     """The rows of all ranks.
 
@@ -73,15 +76,14 @@ def rows_of_all(
     that are to pass the same, or different lengths without a mask.
     """
     tokens = [prompts.tolist(), None if mask is None else mask.tolist()]
-    shown = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str, type(None)))}
-    state = torch.get_rng_state().numpy().tobytes().hex()
-    found = all_gather([index, tokens, shown, state], WHAT, mesh)
+    states = [each.get_state().numpy().tobytes().hex() for each in _generators(prompts.device)]
+    found = all_gather([index, tokens, settings, states], WHAT, mesh)
     if len(found) == 1:  # ranks of a fake process group are as this one
         found = [[k, *found[0][1:]] for k in range(count)]
     by_index: dict[int, Any] = {}
     for rank, (own, each, others, _) in enumerate(found):
         if others != found[0][2]:
-            differing = {name for name in {*others, *shown} if others.get(name) != found[0][2].get(name)}
+            differing = {name for name in {*others, *found[0][2]} if others.get(name) != found[0][2].get(name)}
             raise ValueError(f"expected equal options on all ranks of {WHAT}, got other {', '.join(sorted(differing))}")
         if by_index.setdefault(own, each) != each:
             raise ValueError(
@@ -90,6 +92,8 @@ def rows_of_all(
             )
     batches = [by_index[k] for k in range(count)]
     rows = Rows(tuple(len(ids) for ids, _ in batches), index)
+    if not sum(rows.counts):
+        raise ValueError(f"expected prompts on some rank of {WHAT}, got none")
     longest = max((len(row) for ids, _ in batches for row in ids), default=0)
     if len({each is None for _, each in batches}) > 1:
         raise ValueError(f"expected an attention_mask on all ranks of {WHAT} or on none, got one on some")
@@ -102,6 +106,12 @@ def rows_of_all(
     whole = _padded([ids for ids, _ in batches], longest, pad, prompts)
     masks = None if mask is None else _padded([each for _, each in batches], longest, 0, mask)
     return Together(rows, whole, masks, found[0][3], is_first=not any(mesh.get_coordinate() or ()))
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """The generators that draw by default: that of the CPU, and of a device."""
+    own = [] if device.type == "cpu" else [torch.cuda.default_generators[device.index or 0]]
+    return [torch.default_generator, *own]
 
 
 def _padded(batches: list[list[list[int]]], longest: int, value: int, like: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -76,6 +77,12 @@ class ParallelMode(ABC):
     def axis_roles(self, names: Sequence[str]) -> Roles:
         """The roles of the axes of a mesh with these names: by default the first one splits the batch."""
         return roles_by_position(names)
+
+    def for_forward(self, inputs: Mapping[str, Any]) -> Self:
+        """The same for a program that updates nothing, and that takes other arguments."""
+        made = copy.copy(self)
+        made.inputs = inputs
+        return made
 
     @abstractmethod
     def partition(self, program: Program) -> Program:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -327,6 +327,13 @@ class DataParallel(PlannedMode):
             advice = f". Of {', '.join(self.one_axis)} one is made in the mesh that has them: give it, with mesh="
             raise PlacementError(unknown + (advice if is_one else ""))
         return self._roles
+
+    def for_forward(self, inputs: Mapping[str, Any]) -> Self:
+        """The same, of all rows at once."""
+        made = super().for_forward(inputs)
+        made.micro_batches = made.runs = 1
+        made.chooses_runs = False
+        return made
 
     def _check_roles(self) -> None:
         """Raise ``ValueError`` for roles that fit neither the mesh nor the other options."""

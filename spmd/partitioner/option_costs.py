@@ -77,7 +77,8 @@ class OptionCosts:
         if not may_join and isinstance(placement, Partial) and is_made_as_sum(value):
             nbytes = value.bytes_before(value.primary, self.index, self.mesh)
             gathers = all(axis.of_ranks for axis in self.mesh.axes)  # micro-batches cannot
-            return cost(placement, Replicate(), nbytes, self.axis) if gathers else 0.0
+            as_sum = cost(placement, Replicate(), nbytes, self.axis) if gathers else 0.0
+            return min(as_sum, move_cost(self._held(value), placement, self.index, self.mesh, may_join))
         return move_cost(self._held(value), placement, self.index, self.mesh, may_join)
 
     def _divides_experts(self, option: Option) -> bool:

@@ -57,7 +57,8 @@ TOGETHER: tuple[Row, ...] = (
     {"transport": "messages", "style": "fully_shard", "cache": "one rank for all"},
     {"mesh": "1", "backend": "inductor", "op": "floor"},
     {"mesh": "1", "micro_batches": "3", "model": "rows alone", "op": "draw"},
-    {"deferral": "yes", "between": "state replaced", "optimizer": "momentum"},
+    {"transport": "messages", "deferral": "yes", "between": "state replaced", "optimizer": "momentum"},
+    {"transport": "messages", "deferral": "yes", "op": "put back"},
 )
 
 Excludes = Callable[[Mapping[str, str]], bool]

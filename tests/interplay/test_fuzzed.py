@@ -106,6 +106,7 @@ NOT_DRAWN: dict[str, dict[str, str]] = {
     "between": dict.fromkeys(DIMENSIONS["between"], _LOOP),
     "dynamic": dict.fromkeys(DIMENSIONS["dynamic"], _LOOP),
     "memory": dict.fromkeys(DIMENSIONS["memory"], "a budget depends on the peak, which a drawn step has no name for"),
+    "watch": dict.fromkeys(DIMENSIONS["watch"], "what is looked at is not what a step computes"),
     "override": dict.fromkeys(DIMENSIONS["override"], "what replaces a module is the user's code"),
     "backend": {
         "graph copied": "it is the user's code",

@@ -251,7 +251,8 @@ def test_bad_folders_are_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> N
     cut = edited("cut", lambda tensors: None)
     (cut / "config.json").write_text('{"model_type": "lla')
     part = edited("part", lambda tensors: None)
-    index = {"weight_map": {key: "model.safetensors", "model.norm.weight": "absent.safetensors"}}
+    (part / "model.safetensors").rename(part / "first.safetensors")
+    index = {"weight_map": {key: "first.safetensors", "model.norm.weight": "absent.safetensors"}}
     (part / "model.safetensors.index.json").write_text(json.dumps(index))
     expected = {
         tmp_path / "nowhere": r"FileNotFoundError: expected .*nowhere to be a folder .* no such folder",
@@ -289,12 +290,31 @@ def test_ties_dtypes_and_names_of_libraries(tmp_path: Path) -> None:
     both = spmd.from_pretrained(tmp_path / "base", model=LlamaForCausalLM)
     assert unequal(dict(model.state_dict()), dict(both.state_dict())) == []
     assert isinstance(spmd.from_pretrained(tmp_path / "base"), LlamaModel)
+    write("llama", tmp_path / "headed")
+    (tmp_path / "headed" / "model.safetensors.index.json").write_text("left behind by an older save")
+    body = spmd.from_pretrained(tmp_path / "headed", model=LlamaModel)
+    assert unequal(everything(LlamaModel.from_pretrained(tmp_path / "headed")), everything(body)) == []
 
     tensors = load_file(tmp_path / "tied" / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="are tied in the model, but the files have other values"):
         spmd.from_pretrained(tmp_path / "tied")
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_and_buffers_that_modules_share_stay_shared(tmp_path: Path) -> None:
+    def tied() -> nn.Module:
+        model, held = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.Parameter(torch.ones(3, 3))
+        for each in model:
+            each.weight = held
+        return model
+
+    torch.manual_seed(0)
+    stored = tied().state_dict()
+    save_file({name: each.clone() for name, each in stored.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    model: Any = spmd.from_pretrained(tmp_path, model=tied)
+    assert model[0].weight is model[1].weight and unequal(stored, dict(model.state_dict())) == []
 
 
 @pytest.mark.usefixtures("alone")

@@ -84,7 +84,7 @@ def trained(model: Any, step: Callable[..., Any], rows: slice) -> Any:
 def mode_of(kind: str, world: int) -> spmd.DataParallel:
     """A mode, whose parameters are split, or parts of their matrices."""
     if kind != "tensor":
-        return spmd.DataParallel("fully_shard")
+        return spmd.DataParallel("fully_shard", micro_batches=2 if kind == "micro-batches" else 1)
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
     return spmd.DataParallel("replicate", mesh=mesh, axes={"batch": "dp", "tensor": "tp"}, params=BY_HEADS)
 
@@ -125,7 +125,7 @@ def differences(rank: int, world: int, family: str, kind: str, ways: list[str], 
 @pytest.mark.parametrize("family, kind, ways, new_tokens", [
     ("Llama", "rows", ["greedy", "sampled", "scores"], 6),
     ("Llama", "tensor", ["sampled"], 6),
-    ("Mistral", "rows", ["beams"], 9),
+    ("Mistral", "micro-batches", ["beams"], 9),
     pytest.param("Llama", "rows", [*WAYS], 6, marks=pytest.mark.exhaustive),
     pytest.param("Llama", "tensor", [*WAYS], 6, marks=pytest.mark.exhaustive),
     pytest.param("GPT2", "rows", ["sampled"], 6, marks=pytest.mark.exhaustive),
@@ -145,6 +145,11 @@ def test_programs_and_caches_serve_later_calls_and_have_no_memory_between_them()
     assert _generators[model].kept == {5: compiled} and len(compiled.forward.programs) == 2
     assert all(not part.untyped_storage().nbytes() for part in compiled.cache._parts())
     assert "forward" not in vars(model)
+    model.generation_config.use_cache = False  # as a model may have it that was trained with checkpoints
+    most = {"max_length": 10, "do_sample": False}
+    assert torch.equal(
+        spmd.generate(model, ids, attention_mask=mask, **most), model.generate(ids, attention_mask=mask, **most)
+    )
     longer = spmd.generate(model, ids, attention_mask=mask, max_new_tokens=70, do_sample=False)
     assert torch.equal(longer, model.generate(ids, attention_mask=mask, max_new_tokens=70, do_sample=False))
 
@@ -178,6 +183,7 @@ def disagreement(rank: int, world: int, options: dict[str, Any], lengths: list[i
 @pytest.mark.parametrize("options, lengths, masked, message", [
     ({"max_new_tokens": [2, 3]}, [4, 4], [True, True], "equal options on all ranks of .*, got other max_new_tokens"),
     ({"max_new_tokens": [2, 2]}, [4, 5], [False, False], r"prompts of \[4, 5\] tokens: pass an attention_mask"),
+    ({"eos_token_id": [[3, 4], [3]]}, [4, 4], [True, True], "got other eos_token_id"),
     ({"max_new_tokens": [2, 2]}, [4, 4], [True, False], "expected an attention_mask on all ranks .* or on none"),
 ])  # fmt: skip
 def test_ranks_that_disagree_are_named(
@@ -193,6 +199,12 @@ def test_what_it_cannot_do_is_refused_before_anything_is_compiled() -> None:
     model, (ids, mask) = built("Llama"), prompts()
     with pytest.raises(ValueError, match="leave out past_key_values"):
         spmd.generate(model, ids, past_key_values=None)
+    with pytest.raises(ValueError, match="leave out output_hidden_states, max_time"):
+        spmd.generate(model, ids, max_time=1.0, output_hidden_states=True)
+    with pytest.raises(TypeError, match="expected a model of transformers that can generate, got Linear"):
+        spmd.generate(torch.nn.Linear(2, 2), ids)
+    with pytest.raises(ValueError, match="expected prompts on some rank"):
+        spmd.generate(model, ids[:0])
     with pytest.raises(ValueError, match="not by assisted_generation"):
         spmd.generate(model, ids, prompt_lookup_num_tokens=3)
     with pytest.raises(ValueError, match=r"shape of input_ids, \[5, 7\], got \[1, 7\]"):
