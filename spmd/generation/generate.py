@@ -27,7 +27,7 @@ from ..ranks.world import axis_names, world
 from .rows import WHAT, Rows, rows_of_all
 
 _ROWS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")  # what a forward gets for each row
-_REFUSED = {"cache", "past_key_values", "use_cache"}  # as options
+_REFUSED = {"cache", "past_key_values", "use_cache", "inputs_embeds"}  # as options
 _REFUSED_IF_ON = (  # as options, or in a configuration
     *("cache_implementation", "output_attentions", "output_hidden_states", "prefill_chunk_size", "guidance_scale"),
     "max_time",
@@ -221,14 +221,17 @@ def _config(model: Any, options: dict[str, Any]) -> Any:
             "call model.generate in `with spmd.unshard(model):`"
         )
     if refused := sorted(_REFUSED.intersection(options)):
-        raise ValueError(f"{WHAT} keeps the cache, and returns tokens and scores alone: leave out {', '.join(refused)}")
+        raise ValueError(f"{WHAT} takes tokens, and keeps the cache itself: leave out {', '.join(refused)}")
     config = copy.deepcopy(options.get("generation_config") or model.generation_config)
     for name, value in model.generation_config.to_dict().items():
         if getattr(config, name, None) is None and value is not None:
             setattr(config, name, value)
     config.update(**{name: value for name, value in options.items() if name != "generation_config"})
     if refused := [name for name in _REFUSED_IF_ON if getattr(config, name, None)]:
-        raise ValueError(f"{WHAT} returns tokens and scores alone, as fast as it can: leave out {', '.join(refused)}")
+        raise ValueError(
+            f"{WHAT} cannot generate with {', '.join(refused)}: leave out what you do not need, or call model.generate "
+            "in `with spmd.unshard(model):`"
+        )
     mode = config.get_generation_mode(options.get("assistant_model"))
     if mode not in _MODES:
         raise ValueError(f"{WHAT} generates by {', '.join(_MODES)}, not by {mode.value}")

@@ -199,7 +199,7 @@ def test_what_it_cannot_do_is_refused_before_anything_is_compiled() -> None:
     model, (ids, mask) = built("Llama"), prompts()
     with pytest.raises(ValueError, match="leave out past_key_values"):
         spmd.generate(model, ids, past_key_values=None)
-    with pytest.raises(ValueError, match="leave out output_hidden_states, max_time"):
+    with pytest.raises(ValueError, match="cannot generate with output_hidden_states, max_time"):
         spmd.generate(model, ids, max_time=1.0, output_hidden_states=True)
     with pytest.raises(TypeError, match="expected a model of transformers that can generate, got Linear"):
         spmd.generate(torch.nn.Linear(2, 2), ids)
