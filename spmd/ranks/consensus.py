@@ -261,13 +261,13 @@ class Agreement:
                 "rank's own as a tensor with a row for each row of the batch"
             )
 
-    def agree(self, text: str, proposed: list[int]) -> list[int]:
-        """Wait for all ranks and return what rank 0 ``proposed``.
+    def agree(self, text: str, proposed: list[int], writes: bool = False) -> tuple[list[int], bool]:
+        """Wait for all ranks; returns what rank 0 ``proposed``, and whether any rank ``writes``.
 
         Raises ``RankMismatchError`` if a rank failed, did not come, or came with another ``text``.
         """
         digest = hashlib.sha256(text.encode()).hexdigest()
-        gathered = self._all_gather(["ready", proposed, digest, text[:_COMPARED]])
+        gathered = self._all_gather(["ready", proposed, digest, text[:_COMPARED], writes])
         different = [k for k, other in enumerate(gathered) if other[2] != gathered[0][2]]
         if different and self.connection is not None:
             one, other = self.connection.members.ranks[0], self.connection.members.ranks[different[0]]
@@ -276,7 +276,7 @@ class Agreement:
                 f"{_first_difference(gathered[0][3], gathered[different[0]][3])}"
             )
         self.is_reached = True
-        return list(gathered[0][1])
+        return list(gathered[0][1]), any(other[4] for other in gathered)
 
     def _all_gather(self, values: list[Any], first_line: float | None = None) -> list[list[Any]]:
         """Every rank's ``values``: a state, and what belongs to it. Raises ``RankMismatchError`` if a rank failed."""

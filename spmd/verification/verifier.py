@@ -22,8 +22,9 @@ from ..call.found import with_found
 from ..call.rng import random_state_kept
 from ..call.state import Arguments, hyper_parameters_of, slots_of
 from ..capture.values.flex_attention import flex_attention_as_ops
+from ..capture.values.own_collectives import OnOneDevice, OwnCollectives
 from ..deferral.pending import calling, finish_pending
-from ..python_state.reads.world_size import one_rank
+from ..python_state.reads.one_device import one_device
 from ..ranks.differences import Difference, difference, rounding_of
 from .compare_bits import compare_bits
 from .compared_stages import kept, stages_of
@@ -126,7 +127,14 @@ class PlainStep:
     def run(self) -> Any:
         """One step; returns its result."""
         # Hooks of a backward run in this thread, which is answered; FlexAttention has no backward on the CPU.
-        with torch.autograd.set_multithreading_enabled(False), one_rank(), flex_attention_as_ops():
+        collectives = OwnCollectives()
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            one_device(),
+            collectives.with_autograd(),
+            OnOneDevice(collectives),
+            flex_attention_as_ops(),
+        ):
             return self.subject.function(*self.copied.args, **self.copied.kwargs)
 
     def given(self) -> Arguments:
