@@ -655,7 +655,7 @@ _bodies, _bodies_change = list[None](), threading.Lock()  # of ``gloo_of_one_wor
 
 @contextmanager
 def place_in_world(size: Callable[[int], int], rank: Callable[[int], int]) -> Iterator[None]:
-    """Let torch take ``size(real)`` for the size of each group, and ``rank(real)`` for this process's rank in the world.
+    """Let torch take ``size(real)`` for the size of each group, and ``rank(real)`` for the process's rank in the world.
 
     ``get_world_size`` and ``get_rank`` ask for them, under whatever names a module has imported these. 2.11 to 2.15.
     """

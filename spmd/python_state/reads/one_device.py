@@ -38,22 +38,22 @@ class OwnRank(int):
         return made
 
     def __eq__(self, other: object) -> bool:
-        return self.shown == _shown(other)
+        return self.shown == behind_step(other)
 
     def __ne__(self, other: object) -> bool:
-        return self.shown != _shown(other)
+        return self.shown != behind_step(other)
 
     def __lt__(self, other: Any) -> bool:
-        return self.shown < _shown(other)
+        return self.shown < behind_step(other)
 
     def __le__(self, other: Any) -> bool:
-        return self.shown <= _shown(other)
+        return self.shown <= behind_step(other)
 
     def __gt__(self, other: Any) -> bool:
-        return self.shown > _shown(other)
+        return self.shown > behind_step(other)
 
     def __ge__(self, other: Any) -> bool:
-        return self.shown >= _shown(other)
+        return self.shown >= behind_step(other)
 
     def __hash__(self) -> int:
         return hash(self.shown)
@@ -71,7 +71,8 @@ class OwnRank(int):
         return int, (self.shown,)
 
 
-def _shown(value: Any) -> Any:
+def behind_step(value: Any) -> Any:
+    """A value of a step as it is behind it, where a rank is the process's own."""
     return value.shown if isinstance(value, OwnRank) else value
 
 

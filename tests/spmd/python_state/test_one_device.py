@@ -67,18 +67,21 @@ def prints(rank: int, world: int) -> None:
         gathered = [model(x)]
         if distributed.get_rank() == 0:
             LOG.append(distributed.get_rank() + 1)
-        return gathered[distributed.get_rank()].sum(), len(gathered)
+        NOTES["rank"] = distributed.get_rank()
+        return gathered[distributed.get_rank()].sum(), distributed.get_rank()
 
     LOG.clear()
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     parts = torch.randn(world, 2, 3, dtype=torch.float64)
-    found, _ = step(model, torch.optim.SGD(model.parameters(), 0.1), parts[rank])
+    found, own = step(model, torch.optim.SGD(model.parameters(), 0.1), parts[rank])
     torch.testing.assert_close(found, model(parts.flatten(0, 1)).sum())
-    assert LOG == ([1] if rank == 0 else [])
+    assert ([1] if rank == 0 else []) == LOG
+    assert own == NOTES["rank"] == rank and type(own) is type(NOTES["rank"]) is int  # behind the step
 
 
 LOG: list[int] = []
+NOTES: dict[str, int] = {}
 
 
 def test_ranks_print_once_and_take_their_rows(ranks: Ranks) -> None:
