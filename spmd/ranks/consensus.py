@@ -274,6 +274,7 @@ class Agreement:
             raise RankMismatchError(
                 f"expected {self.what} to be the same on all ranks, but rank {other} differs from rank {one}:\n"
                 f"{_first_difference(gathered[0][3], gathered[different[0]][3])}"
+                f"{_advice(gathered[0][3], gathered[different[0]][3])}"
             )
         self.is_reached = True
         return list(gathered[0][1]), any(other[4] for other in gathered)
@@ -314,6 +315,17 @@ def _first_difference(a: str, b: str) -> str:
             at = next((k for k, pair in enumerate(zip(line, other, strict=False)) if len({*pair}) > 1), 0)
             return f"  the one:   {_around(line, at)}\n  the other: {_around(other, at)}"
     return f"  the one:   ...{a[-80:]}\n  the other: ...{b[-80:]}"
+
+
+def _advice(a: str, b: str) -> str:
+    """What to do where the outputs differ: a step that logs on one rank alone computes what others do not have."""
+    outputs = [[line for line in text.splitlines() if line.startswith("output ")] for text in (a, b)]
+    if outputs[0] == outputs[1]:
+        return ""
+    return (
+        "\nWhat a step returns, keeps, logs or prints of its values is computed on all ranks. Do so on each of them, "
+        "and show it on one; or return the value, and log it outside of the step"
+    )
 
 
 def _around(line: str, at: int) -> str:

@@ -84,5 +84,21 @@ LOG: list[int] = []
 NOTES: dict[str, int] = {}
 
 
+def logs_a_value(rank: int, world: int) -> None:
+    @spmd.compile
+    def step(x: Tensor) -> Tensor:
+        if distributed.get_rank() == 0:
+            LOG.append(x.sum().item())
+        return x * 2
+
+    message = "(?s)output the global LOG.*or return the value, and log it outside of the step"
+    with pytest.raises(spmd.RankMismatchError, match=message):
+        step(torch.ones(2))
+
+
+def test_a_value_that_one_rank_alone_logs_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, logs_a_value)
+
+
 def test_ranks_print_once_and_take_their_rows(ranks: Ranks) -> None:
     ranks.run(2, prints)
