@@ -318,7 +318,7 @@ def _first_difference(a: str, b: str) -> str:
 
 
 def _advice(a: str, b: str) -> str:
-    """What to do where the outputs differ: a step that logs on one rank alone computes what others do not have."""
+    """The advice where outputs differ: a step that logs on one rank alone computes what others do not have."""
     outputs = [[line for line in text.splitlines() if line.startswith("output ")] for text in (a, b)]
     if outputs[0] == outputs[1]:
         return ""

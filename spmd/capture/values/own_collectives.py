@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from passes.ir.schemas import schema
+
 from ..._torch import (
     TorchDispatchMode,
     autograd_collectives,
@@ -42,7 +44,7 @@ class OwnCollectives:
         self._sum: str | None = None  # the line of the first sum
 
     def copies(self, func: Any, args: Sequence[Any]) -> Copies | None:
-        """What an op of ``c10d`` writes in a world of one rank; None for an op that has no meaning there."""
+        """The writes of an op of ``c10d`` in a world of one rank; None for an op that has no meaning there."""
         pairs = _PAIRS.get(func.name().removeprefix("c10d::"))
         if pairs is None or not self._takes(args):
             return None
@@ -131,8 +133,8 @@ class OnOneDevice(TorchDispatchMode):
 
 
 def result_of(func: Any, args: Sequence[Any]) -> Any:
-    """What an op of ``c10d`` returns once it is done: its first argument and a handle, or one of these, or nothing."""
-    returns = len(func._schema.returns)
+    """The returns of an op of ``c10d`` that is done: its first argument and a handle, or one of these, or nothing."""
+    returns = len(schema(func).results)
     return (args[0], finished_work()) if returns == 2 else finished_work() if returns else None
 
 

@@ -78,7 +78,7 @@ def behind_step(value: Any) -> Any:
 
 @dataclass
 class OneDevice:
-    """What a step has asked about its place so far."""
+    """The questions of a step about its place so far."""
 
     asked_size: bool = False
 
