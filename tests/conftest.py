@@ -156,8 +156,11 @@ def pytest_collection_finish() -> None:
     from .harness.backend import take_backend
     from .harness.memory import spare_the_collector
 
-    # pytest listens to every logger, and that makes torch write its trace of each fake tensor for nobody.
-    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+    # torch writes its trace of each fake tensor, with the stack, for as long as this logger has a handler: one of torch
+    # that leaves at the first record, or one of pytest, which listens to each logger that passes nothing on.
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate = True
+    trace.handlers.clear()
     take_backend()
     spare_the_collector()
 
