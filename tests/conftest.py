@@ -100,11 +100,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell ``harness/backend.py`` and ``interplay/``, also in processes that tests start."""
+    """Tell ``harness/backend.py`` and ``interplay/``, also in processes that tests start; limit what new tests take."""
+    from .harness.cpu_limit import CpuLimit
     from .interplay.seeds import VARIABLE, seed
 
     os.environ["TESTS_BACKEND"] = config.getoption("--backend")
     os.environ[VARIABLE] = str(seed())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(CpuLimit.of(config))
 
 
 def pytest_report_header() -> str:
@@ -165,11 +168,23 @@ def pytest_collection_finish() -> None:
     spare_the_collector()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Run each test once more, where ``harness/cpu_limit.py`` measures it again."""
+    from .harness.cpu_limit import TWICE, run_once
+
+    if TWICE in os.environ:
+        run_once(item)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Note the processor time of each test, as the property ``cpu`` in what ``--junitxml`` writes."""
     from .harness.cpu_time import cpu_seconds
 
+    if (marker := item.get_closest_marker("costly")) is not None:
+        (why,) = marker.args
+        item.user_properties.append(("costly", why))
     before = cpu_seconds()
     try:
         return (yield)
