@@ -297,7 +297,7 @@ def with_little_room(rank: int, world: int) -> tuple[list[str], list[str], list[
     harness.ROWS, fewest, placements.FEWEST = 256, placements.FEWEST, 8
     try:
         torch.manual_seed(0)
-        case = Training()
+        case = Training(alone=True)
         mode = spmd.DataParallel("fully_shard", axes={"batch": "dp", "experts": "dp"})
         step, objects, got, notes, sent = spmd.compile(case.step, parallel_mode=mode), case.build(), [], [], []
         for k in range(3):
@@ -339,7 +339,7 @@ def checked_and_recorded(rank: int, world: int, folder: str) -> tuple[list[str],
     rows, fewest, harness.ROWS, placements.FEWEST = harness.ROWS, placements.FEWEST, 64, 8
     try:
         torch.manual_seed(0)
-        case = WritesFirst()
+        case = WritesFirst(alone=True)
         step, objects = spmd.compile(case.step, parallel_mode=spmd.DataParallel(**OVER_DP), check="first"), case.build()
         step.record(folder)
         got = [snapshot(step(*objects, *case.part(rank, k)), objects) for k in range(2)]
