@@ -101,7 +101,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tell ``harness/backend.py`` and ``interplay/``, also in processes that tests start; limit what new tests take."""
-    from .harness.cpu_limit import CpuLimit
+    from .cpu_limit.limit import CpuLimit
     from .interplay.seeds import VARIABLE, seed
 
     os.environ["TESTS_BACKEND"] = config.getoption("--backend")
@@ -170,8 +170,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Run each test once more, where ``harness/cpu_limit.py`` measures it again."""
-    from .harness.cpu_limit import TWICE, run_once
+    """Run each test once more, where ``cpu_limit/`` measures it again."""
+    from .cpu_limit.limit import TWICE, run_once
 
     if TWICE in os.environ:
         run_once(item)

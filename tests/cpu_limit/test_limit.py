@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from . import cpu_limit
-from .cpu_limit import LIST, ROOT, CpuLimit, Times, listed, measured_again, refused
+from . import limit
+from .limit import LIST, ROOT, CpuLimit, Times, listed, measured_again, refused
 
 MOST = 519  # listed tests: if there are fewer, this becomes less with them
 LISTED = {f"tests/test_a.py::test_{k}": 1.0 + k for k in range(8)}
@@ -88,17 +88,17 @@ def test_the_second_time_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file = tmp_path / "test_built.py"
     file.write_text(FILE.format(first=0.3))
     (tmp_path / "conftest.py").write_text(f"from tests.conftest import {', '.join(HOOKS)}\n")
-    monkeypatch.setattr(cpu_limit, "ROOT", tmp_path)
+    monkeypatch.setattr(limit, "ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (seconds,) = measured_again([str(file)]).values()
     assert seconds < 0.2
 
 
 def test_a_run_with_such_a_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_limit, "listed", lambda: LISTED)
-    monkeypatch.setattr(cpu_limit, "measured_again", lambda nodes: dict.fromkeys(nodes, 3.0))
+    monkeypatch.setattr(limit, "listed", lambda: LISTED)
+    monkeypatch.setattr(limit, "measured_again", lambda nodes: dict.fromkeys(nodes, 3.0))
     for judges, status in ((True, pytest.ExitCode.TESTS_FAILED), (False, pytest.ExitCode.OK)):
-        limit, session = CpuLimit(judges), SimpleNamespace(exitstatus=pytest.ExitCode.OK)
-        limit.times = times_of(1.0, long=3.0, short=0.3)
-        limit.pytest_sessionfinish(session, session.exitstatus)  # type: ignore[arg-type]
-        assert session.exitstatus == status and len(limit.refused) == judges
+        plugin, session = CpuLimit(judges), SimpleNamespace(exitstatus=pytest.ExitCode.OK)
+        plugin.times = times_of(1.0, long=3.0, short=0.3)
+        plugin.pytest_sessionfinish(session, session.exitstatus)  # type: ignore[arg-type]
+        assert session.exitstatus == status and len(plugin.refused) == judges

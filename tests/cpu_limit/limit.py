@@ -1,6 +1,6 @@
 """A limit for new tests: one second of processor time, or ten by the marker ``costly``, which says why.
 
-``tests/slow_tests.txt`` lists the tests that took more before there was a limit, each with the seconds of its longest
+``slow_tests.txt`` lists the tests that took more before there was a limit, each with the seconds of its longest
 case then. It may only become shorter. A run of all tests compares what each test took with the limit, in the seconds
 of the machine that the list was made on: how long the listed ones take, in the median, says how much slower this one
 is, and how busy. A test is refused from twice its limit on, and only if it takes that again when it runs for the second
@@ -25,7 +25,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).parents[2]
-LIST = ROOT / "tests" / "slow_tests.txt"
+LIST = Path(__file__).with_name("slow_tests.txt")
 TORCH = "2.13"  # the list has the seconds that tests take with this version
 TWICE = "TESTS_RUN_TWICE"  # set to a file, each test runs twice, and the file gets the seconds of the second time
 LIMIT, BY_MARK = 1.0, 10.0  # seconds
