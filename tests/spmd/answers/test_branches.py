@@ -220,7 +220,7 @@ def test_ranks_that_would_go_different_ways_all_raise(ranks: Ranks) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("number", [0, 3, 6])
+@pytest.mark.parametrize("number", [0, pytest.param(3, marks=pytest.mark.exhaustive), 6])
 def test_each_way_is_verified_and_certified(number: int) -> None:
     case = Branching(LOOPS[number].__name__)
     step, (model, optimizer) = spmd.compile(LOOPS[number]), case.build()
