@@ -44,6 +44,7 @@ from ..python_state.effects.lasting_hooks import refuse_lasting_hooks
 from ..python_state.lines import line_naming
 from ..python_state.reads import Change, Reads, ReadSite
 from ..python_state.reads.clocks import refused_clocks
+from ..python_state.reads.formatted import marked_values
 from ..python_state.reads.one_device import one_device
 from ..watching.traced import Watching
 from .attached import attached_attributes, attached_objects
@@ -192,6 +193,7 @@ class Trace:
             self.reads.watch(self.function, *[leaf.value for leaf in leaves], *self._around(swap), held=held),
             swap.watched_optimizer_state(),
             _cached_casts(self._caches_casts),
+            marked_values(),
             self.reads.journals.recorded_prints(),
             self.reads.journals.recorded_logging(),
             self.reads.refusals.refused_streams(),

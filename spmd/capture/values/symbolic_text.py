@@ -1,7 +1,8 @@
 """Text of a symbolic number, and its hash: for the length of a trace, those of its value, which a guard then fixes.
 
-Text of a tensor, or of a number that only the graph knows, is refused: its value is not known while tracing. In the
-message of a check, which is written whether or not it is needed, it is left out.
+The value of a tensor, or of a number that only the graph knows, is not known while tracing. Text of it that is printed
+or logged at once is made by each call (``../../python_state/reads/formatted.py``), other text is refused. In messages
+of checks, which are written whether or not they are needed, it is left out.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import torch
 from ..._torch import FakeTensor
 from ...call.refusals import answer
 from ...interpreter.foreign_code import is_foreign_frame
+from ...python_state.reads.formatted import VALUE, is_shown_at_once, mark_of
 from ..unsupported import Refused
-from .tensor_checks import VALUE, writes_message
+from .tensor_checks import writes_message
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float}
 _METHODS = ("__format__", "__hash__", "__str__", "__repr__")
 
 _TEXT = (
-    'it formats the value of a tensor as text, which is not known while tracing. print("loss", loss) '
+    'it formats the value of a tensor as text, which is not known while tracing. print(f"loss {loss}") '
     "prints the value at each call; or return the tensor, and format it outside of the step."
 )
 
@@ -33,18 +35,20 @@ def tensors_as_text() -> Iterator[None]:
     """Refuse to format traced tensors in the user's code, but for messages of checks."""
     before = {name: vars(FakeTensor).get(name) for name in ("__format__", "__repr__")}
 
-    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def format(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if is_foreign_frame(sys._getframe(1)):
                 return original(tensor, *args, **kwargs)
             if writes_message(sys._getframe(1)):
                 return VALUE
+            if is_shown_at_once(sys._getframe(1)):
+                return mark_of(tensor, name, args)
             return answer(Refused(_TEXT), VALUE)
 
         return format
 
     for name in before:
-        setattr(FakeTensor, name, refusing(getattr(FakeTensor, name)))
+        setattr(FakeTensor, name, refusing(name, getattr(FakeTensor, name)))
     try:
         yield
     finally:
@@ -78,6 +82,8 @@ def _of_value(cls: type, name: str, original: Callable[..., Any]) -> Callable[..
         if is_foreign_frame(sys._getframe(1)):
             return original(number, *args)
         if not number.node.has_hint():
+            if name != "__hash__" and is_shown_at_once(sys._getframe(1)):
+                return mark_of(number, name, args)
             return answer(Refused(_TEXT), 0 if name == "__hash__" else VALUE)
         return method(plain(number), *args)
 

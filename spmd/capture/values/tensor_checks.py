@@ -11,22 +11,18 @@ import dis
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._torch import patched_tensor_checks, tensor_checks
+from ...interpreter.positions import Span, called_by, encloses, position, span_of
 from ...interpreter.source_lines import user_frame, user_line
-
-VALUE = "(a value)"
-"""The text of a value in a message."""
 
 _OF_LIBRARIES = {"transformers.utils.import_utils": "torch_compilable_check"}  # its argument ``msg`` is the message
 _CALLS = {"CALL", "CALL_KW", "CALL_FUNCTION_EX"}
-_LOADS = {"LOAD_GLOBAL", "LOAD_NAME"}
-_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 
 
 def tensor_checks_as_ops() -> AbstractContextManager[None]:
@@ -51,16 +47,16 @@ def writes_message(frame: FrameType) -> bool:
     """
     if frame.f_back is not None and frame.f_back.f_code is _assert.__code__:
         return True
-    here = _position(frame.f_code, frame.f_lasti)
+    here = position(frame.f_code, frame.f_lasti)
     if here is None:
         return False
     around = [
         each
         for each in dis.get_instructions(frame.f_code)
-        if each.opname in _CALLS and _encloses(_span(each.positions), here)
+        if each.opname in _CALLS and encloses(span_of(each.positions), here)
     ]
     checks = {id(each) for each in _checks()}
-    return any(id(_called(frame, _span(each.positions))) in checks for each in around)
+    return any(id(_called(frame, span_of(each.positions))) in checks for each in around)
 
 
 def _checks() -> list[Any]:
@@ -72,34 +68,7 @@ def _of_libraries() -> list[Any]:
     return [each for each in found if each is not None]
 
 
-Span = tuple[tuple[int, int], tuple[int, int]]
-"""(line, column) of the start and of the end."""
-
-
-def _position(code: CodeType, offset: int) -> Span | None:
-    """Where in the source an instruction stands."""
-    return next((_span(each.positions) for each in dis.get_instructions(code) if each.offset == offset), None)
-
-
-def _span(positions: Any) -> Span | None:
-    if positions is None or None in positions:
-        return None
-    return (positions.lineno, positions.col_offset), (positions.end_lineno, positions.end_col_offset)
-
-
-def _encloses(outer: Span | None, inner: Span) -> bool:
-    return outer is not None and outer[0] <= inner[0] and inner[1] <= outer[1] and outer != inner
-
-
 def _called(frame: FrameType, call: Span | None) -> Any:
-    """The function that a call names, as a global or an attribute of one; None if it is something else."""
-    found: Any = None
-    for each in dis.get_instructions(frame.f_code):
-        span = _span(each.positions)
-        if span is None or call is None or span[0] != call[0] or span == call:
-            continue
-        if each.opname in _LOADS:
-            found = frame.f_globals.get(each.argval)
-        elif each.opname in _ATTRIBUTES:
-            found = getattr(found, each.argval, None)
-    return found
+    """The function that a call names; None if it is something else."""
+    owner, name = called_by(frame, call) if call is not None else (None, "")
+    return getattr(owner, name, None) if owner is not None else frame.f_globals.get(name)

@@ -27,6 +27,7 @@ from ..._torch import FakeTensor, register_pytree_node, tree_flatten, tree_unfla
 from ...interpreter.foreign_code import is_foreign_frame
 from ...interpreter.source_lines import user_line
 from .changes import Change
+from .formatted import with_values, without_values
 from .logging_calls import LogCall, recorded_logging
 from .read_sites import MISSING, ReadSite, Reference, entry_of, starts_at
 from .refusing import passed_on
@@ -238,6 +239,11 @@ class Journals:
         builtins.print = record
         try:
             yield
+        except SystemExit:  # no program will print it
+            for each in self.written if threading.get_ident() == thread else ():
+                if each.journal is None:
+                    before(*without_values(each.args), **each.kwargs)
+            raise
         finally:
             builtins.print = before
 
@@ -249,7 +255,8 @@ class Journals:
         self, call: LogCall | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> None:
         leaves, spec = tree_flatten((args, kwargs))  # lists and dicts as they are now
-        args, kwargs = tree_unflatten(map(passed_on, leaves), spec)
+        args, kwargs = tree_unflatten([with_values(passed_on(leaf)) for leaf in leaves], spec)
+        leaves = tree_flatten((args, kwargs))[0]
         versions = tuple((leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor))
         self.written.append(Written(call, method, args, kwargs, user_line(frame), versions))
 
