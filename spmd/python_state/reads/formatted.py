@@ -39,7 +39,7 @@ _MAKES = (str, format, repr)
 _marked: list[tuple[Any, str, tuple[Any, ...]]] = []  # by the numbers of marks: value, method, its arguments
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Formatted:
     """A text: ``pieces`` around ``values``, of which each is formatted by a method, with its arguments."""
 
@@ -58,7 +58,7 @@ class Formatted:
 register_pytree_node(
     Formatted,
     lambda text: (list(text.values), (text.pieces, text.methods)),
-    lambda values, parts: Formatted(*parts, tuple(values)),
+    lambda values, parts: Formatted(parts[0], parts[1], tuple(values)),
 )
 
 
