@@ -38,13 +38,16 @@ def traceable_norm(module: nn.Module) -> Iterator[None]:
 def _traceable_forward(module: nn.Module) -> Any:
     if not isinstance(module, BatchNorm) or type(module).__module__.split(".")[0] != "torch":
         return None
-    if module.momentum is None and module.training and module.running_mean is not None:
+    if module.momentum is None and module.running_mean is not None:
         return partial(_cumulative, module)
     return partial(BatchNorm.forward, module) if isinstance(module, nn.SyncBatchNorm) else None
 
 
 def _cumulative(module: Any, x: Tensor) -> Tensor:
     """A batch norm whose running statistics are the mean over all batches so far."""
+    # Asked at each call: the step itself may put it into another mode, or stop its statistics.
+    if not (module.training and module.track_running_stats):
+        return BatchNorm.forward(module, x)
     check_batch_norm_input(module, x)
     assert module.momentum is None  # it is read here, where reads are guarded
     module.num_batches_tracked.add_(1)

@@ -10,6 +10,8 @@ which are a subtree. More ranks along an axis: ``spread.py``. State that styles 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 
@@ -59,17 +61,35 @@ def partition_with_same_bits(program: Program, plan: Plan, virtual: int, runs: i
                 f"{each.shape[dims[0]]} rows: pass a multiple of {virtual}, or drop the last batch"
             )
     program = replace(program, same_bits=True)
-    if spread:
-        return partition_and_spread(program, plan, virtual, spread[0], together)
+    with _explained(virtual):
+        if spread:
+            return partition_and_spread(program, plan, virtual, spread[0], together)
+        return _in_parts(program, plan, virtual // ranks, together)
+
+
+def _in_parts(program: Program, plan: Plan, count: int, together: int | None) -> Program:
+    """The share of a rank that computes ``count`` parts of the batch."""
+    over = program.mesh.axes_with(AxisRole.BATCH)
     ordered = [replace(axis, ordered=k in over) for k, axis in enumerate(program.mesh.axes)]
     program = replace(program, mesh=replace(program.mesh, axes=tuple(ordered)))
-    count = virtual // ranks
     levels = (count // (together or 1) - 1).bit_length()
     local = partition_in_time(program, with_whole_state(program, plan), count, levels=levels, together=together)
     if local.micro_batches is not None:
         check_sums(local, set())
     keep_parts(local, plan)
     return local
+
+
+@contextmanager
+def _explained(virtual: int) -> Iterator[None]:
+    """Say of a refusal why there are micro-batches at all, as no option of the user has that name."""
+    try:
+        yield
+    except PartitionError as error:
+        error.add_note(
+            f'bits="same" computes the batch in {virtual} parts, as micro-batches: without it, it stays whole'
+        )
+        raise
 
 
 def _subtrees(ranks: int) -> int:

@@ -240,6 +240,23 @@ class Twice(Buffered):
         return losses
 
 
+class InBothModes(Buffered):
+    """The step itself puts models into evaluation, into training, and stops their statistics, as in fine-tuning."""
+
+    @staticmethod
+    def step(models: nn.ModuleDict, optimizer: torch.optim.Optimizer, x: Tensor) -> list[Tensor]:
+        losses = []
+        for model in models.values():
+            for training, tracks in ((True, True), (True, False), (False, True)):
+                model.train(training)
+                model.get_submodule("1").track_running_stats = tracks
+                losses.append((model(x) - 1).square().mean())
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+
 CASES = {
     "norms of rows": Buffered(("batch norm", "cumulative", "without statistics", "without weights")),
     "norms of images": Buffered(("image", "cumulative image", "instance")),
@@ -248,6 +265,8 @@ CASES = {
     "in evaluation": Buffered(("batch norm", "cumulative", "without statistics", "image"), training=False),
     "branches on one element": Buffered(("by item", "by int", "by index", "by not")),
     "called twice": Twice(("batch norm", "ring")),
+    "in both modes": InBothModes(("batch norm", "cumulative")),
+    "in both modes from evaluation": InBothModes(("batch norm", "cumulative"), training=False),
 }
 
 

@@ -283,6 +283,23 @@ def test_parts_of_one_turn_are_computed_side_by_side() -> None:
             spmd.compile(function, parallel_mode=mode(turns=2))(*build("SGD", make), *rows(0))
 
 
+def ranks_rows(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    """Compare rows, as a loss that sorts them does."""
+    loss = model(x)[:, 0].sort(0).values.diff(dim=0).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_refusal_says_why_there_are_micro_batches() -> None:
+    """The user has asked for bits alone; ``micro_batches=1`` is what the mode has."""
+    compiled = spmd.compile(ranks_rows, parallel_mode=mode())
+    with pytest.raises(spmd.PartitionError, match="needs rows of all micro-batches at once") as raised:
+        compiled(*build("SGD", small), rows(0)[0])
+    assert 'bits="same" computes the batch in 8 parts' in "\n".join(raised.value.__notes__)
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_wider_dtype_of_reductions_is_refused() -> None:
     """A rank by itself reduces nothing, and so rounds its sums elsewhere."""
