@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch import local_tensor
 from ..call.rng import rng_state
 from ..deferral.pending import finish_pending
 from ..interpreter.interrupts import deferred_signals
-from ..state.background_reads import READS, Read, wait_within_hooks
+from ..state.background_reads import READS, Read
 from . import background
 from .background import Handle
 from .folders import DATA, MARKER, VALUES, keep_newest, make, path_of, remove_leftovers, target, write_whole
@@ -69,8 +67,7 @@ def save(
     handle = Handle(checkpoint)
     finish_pending()
     with together(f"saving {checkpoint}") as ranks:
-        before = background.last()
-        ranks.run(lambda: before.end_before_the_next() if before is not None else None)
+        ranks.run(_end_the_one_before)
         own = gather(per_rank, ranks)
         save = _prepare(checkpoint, step, keep, {**state, **own}, ranks, wait)
         try:
@@ -82,6 +79,13 @@ def save(
     if wait:
         handle.end()
     return handle
+
+
+def _end_the_one_before() -> None:
+    background.wait_for_last()
+    before = background.last(Handle.kind)
+    if before is not None:
+        before.end_before_the_next()
 
 
 def _check_arguments(step: Any, keep: Any, wait: Any) -> None:
@@ -134,7 +138,7 @@ class _Save:
         self.prepared = Prepared({}, self.prepared.ties, {})  # the thread lets go of what it has read
         files.clear()
         with deferred_signals():  # or nobody would end what was started
-            READS.start(reads, _hooks(state))
+            READS.start(reads, background.hooks_on(state.values()))
             background.start(handle, ranks, group, work.finish)
             self.is_handed_over = True
 
@@ -219,11 +223,3 @@ class _Background:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU; from another device in the stream of the caller, which threads do not share."""
     return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
-
-
-def _hooks(state: Mapping[str, Any]) -> Iterator[Any]:
-    """Hooks by which eager optimizers, and models that load state, wait for what is read."""
-    yield register_optimizer_step_pre_hook(wait_within_hooks)  # an optimizer's own hooks are guarded
-    for each in state.values():
-        if isinstance(each, nn.Module):
-            yield each.register_load_state_dict_pre_hook(wait_within_hooks)
