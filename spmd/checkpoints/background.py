@@ -1,7 +1,8 @@
-"""Saves and publications in the background: a thread reads live state while the next step computes, all ranks' together.
+"""Saves and publications in the background: a thread reads live state while the next step computes.
 
-One of them runs at a time. The threads of all ranks communicate in a gloo group of their own, which no step uses and
-nobody else closes: that a rank has ended shows there at once. Threads alone finish it, also when the program ends.
+Ranks finish together, and one of them runs at a time. The threads of all ranks communicate in a gloo group of their
+own, which no step uses and nobody else closes: that a rank has ended shows there at once. Threads alone finish it, also
+when the program ends.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def group_for(name: str, ranks: Together) -> Group | None:
 
 
 def start(handle: Handle, ranks: Together, group: Group | None, finish: Callable[[Together], None]) -> None:
-    """Let a thread finish what it has the reads of, which have been started; ``finish`` gets the ranks as it sees them."""
+    """Let a thread finish reads that have been started. ``finish`` gets the ranks as the thread sees them."""
     aside = ranks.aside(group.all_gather_text) if group is not None else Together(ranks.what, None)
     thread = threading.Thread(target=_run, args=(handle, aside, group, finish), name=f"spmd: {ranks.what}")
     try:

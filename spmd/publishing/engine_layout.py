@@ -84,9 +84,7 @@ class EngineLayout:
             start, target = (piece.index, *start), target[None]
         self._fill(piece.name, start, target, segments)
 
-    def _fill(
-        self, name: str, first: Sequence[int], target: torch.Tensor, segments: Sequence[torch.Tensor]
-    ) -> None:
+    def _fill(self, name: str, first: Sequence[int], target: torch.Tensor, segments: Sequence[torch.Tensor]) -> None:
         """Copy the box of a published tensor that starts at ``first``, and has the shape of ``target``."""
         name = self._layout.ties.get(name, name)
         dtype = self._layout.tensors[name].dtype

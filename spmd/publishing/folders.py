@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,23 +24,23 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _SECONDS = 1.0  # for which a reader that looks whether the owner lives may hold the lock, and more
 
 
-def folder_of(to: Any, name: str = "to") -> Path:
-    """The folder that a user gave. Raises ``TypeError`` or ``ValueError`` for one that is not in memory of this host."""
+def folder_of(to: Any) -> Path:
+    """The folder that a user gave. Raises ``TypeError`` or ``ValueError`` for one that is not in this host's memory."""
     if not isinstance(to, (str, os.PathLike)):
-        raise TypeError(f"expected {name} to be a name or a path, got {to!r}")
+        raise TypeError(f"expected to= to be a name or a path, got {to!r}")
     text = os.fspath(to)
     if "://" in text:
         raise ValueError(
-            f"expected {name} to be a name, or a path to a folder in memory of this host, got {text!r}: weights are "
+            f"expected to= to be a name, or a path to a folder in memory of this host, got {text!r}: weights are "
             "published on one host"
         )
     folder = Path(os.path.normpath(MEMORY / text))
     if not text or folder.parent == folder or folder == MEMORY or MEMORY.is_relative_to(folder):
-        raise ValueError(f"expected {name} to be a name such as 'policy', or a path to a folder in memory, got {text!r}")
+        raise ValueError(f"expected to= to be a name such as 'policy', or a path in memory, got {text!r}")
     kind = _file_system(folder)
     if kind not in _IN_MEMORY:
         raise ValueError(
-            f"expected {name} to be in memory, but {folder} is on {kind}: pass a name such as 'policy', for a folder in "
+            f"expected to= to be in memory, but {folder} is on {kind}: pass a name such as 'policy', for a folder in "
             f"{MEMORY}, or a path on a tmpfs. To a disk, spmd.save and spmd.export write"
         )
     return folder
@@ -58,7 +59,7 @@ def _file_system(folder: Path) -> str:
 
 @dataclass
 class Owner:
-    """This process as the owner of a folder. ``run``: a token of its own; ``version``: the last one of earlier owners."""
+    """This process as the owner of a folder. ``run``: its token; ``version``: the last one of earlier owners."""
 
     folder: Path
     file: int
@@ -95,10 +96,8 @@ class Owner:
     def release(self) -> None:
         """Remove everything, and the folder: no version comes any more. Readers keep what they have mapped."""
         self._remove(keeps=None)
-        try:
+        with suppress(OSError):
             self.folder.rmdir()
-        except OSError:
-            pass
         os.close(self.file)
 
     def publish(self, newest: Newest) -> None:

@@ -93,11 +93,17 @@ class Layout:
                 length = math.prod(part.sizes) * tensors[part.name].dtype.itemsize
                 ends = zip(part.start, part.sizes, tensors[part.name].shape, strict=True)
                 inside = all(0 <= start <= start + size <= whole for start, size, whole in ends)
-                if not inside or part.rank < 0 or not 0 <= part.offset <= part.offset + length <= read["sizes"][part.rank]:
+                if (
+                    not inside
+                    or part.rank < 0
+                    or not 0 <= part.offset <= part.offset + length <= read["sizes"][part.rank]
+                ):
                     raise ValueError(part)
             return cls(tensors, dict(read["ties"]), parts, list(read["sizes"]))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise SpmdError(f"expected a layout that spmd.publish wrote, but {where} is another file: {error}") from error
+            raise SpmdError(
+                f"expected a layout that spmd.publish wrote, but {where} is another file: {error}"
+            ) from error
 
 
 def box_of(tensor: torch.Tensor) -> Box | None:

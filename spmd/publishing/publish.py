@@ -73,9 +73,9 @@ def publish(
       it, by one run at a time. What a run has left that was killed, the next one removes.
     - ``every``: publish in every so many calls, from the first on; the others return at once.
     - ``dtype``: cast floating-point tensors to it.
-    - ``wait``: by default the call returns at once, and a thread copies while the next step runs: parameters of compiled
-      steps, on the CPU, are read where they are, and the first write to them waits for that. All else is copied before
-      the call returns. True, or a save that runs in the background, has it all copied before.
+    - ``wait``: by default the call returns at once, and a thread copies while the next step runs: parameters of
+      compiled steps, on the CPU, are read where they are, and the first write to them waits for that. All else is
+      copied before the call returns; with True, or while a save runs in the background, everything is.
 
     Returns the newest version's handle, with ``version``, ``done()``, ``wait()``, ``error`` and ``withdraw()``. A rank
     has its part in memory twice, and again for each older version that is still read. When the run ends, all versions

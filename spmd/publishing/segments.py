@@ -70,8 +70,8 @@ def _no_memory(path: Path, size: int, error: OSError) -> str:
     held = os.statvfs(path.parent)
     return (
         f"expected {size:,} bytes of memory for {path}, but {path.parent} has {held.f_bavail * held.f_frsize:,}: "
-        f"{error.strerror}. A rank needs its part of the model twice, and once more for each older version that is still "
-        "read; a container has more with --shm-size"
+        f"{error.strerror}. A rank needs its part of the model twice, and once more for each older version that is "
+        "still read; a container has more with --shm-size"
     )
 
 

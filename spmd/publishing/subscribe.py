@@ -109,8 +109,8 @@ class Subscription:
     def load(self, target: nn.Module | Mapping[str, torch.Tensor], after: int | None = None) -> int:
         """Copy the values of one version into the tensors of a model, or of a dict by name; returns its number.
 
-        They keep their memory, device and dtype. ``after``: as of ``read``. Raises ``ValueError`` with all that does not
-        fit before anything is written: names that one side lacks, other shapes.
+        They keep their memory, device and dtype. ``after``: as of ``read``. Raises ``ValueError`` with all that does
+        not fit before anything is written: names that one side lacks, other shapes.
         """
         tensors = _tensors_of(target)
         with self._version(after) as (engine, segments), torch.no_grad():
@@ -197,8 +197,8 @@ class Subscription:
             owned = is_owned(self.folder)
             why = "the process that publishes there has published none" if owned else "no process publishes there"
             raise SpmdError(
-                f"expected a version{above} in {self.folder} within {self._timeout:g} s, but {why}: pass a longer timeout=, "
-                "and the name that spmd.publish has as `to`"
+                f"expected a version{above} in {self.folder} within {self._timeout:g} s, but {why}: pass a longer "
+                "timeout=, and the name that spmd.publish has as `to`"
             )
 
 
@@ -211,9 +211,7 @@ def _tensors_of(target: Any) -> dict[str, torch.Tensor]:
     raise TypeError(f"expected a torch.nn.Module, or a dict of tensors by name, got {type(target).__name__}")
 
 
-def _fitting(
-    tensors: Mapping[str, torch.Tensor], engine: EngineLayout, folder: Path
-) -> Mapping[str, torch.Tensor]:
+def _fitting(tensors: Mapping[str, torch.Tensor], engine: EngineLayout, folder: Path) -> Mapping[str, torch.Tensor]:
     """The tensors that are published. Raises ``ValueError`` with all that does not fit."""
     first, wanted = engine.first_names(), engine.tensors
     has = {first.get(name, name) for name in wanted if name in tensors}  # of tied ones any name will do
@@ -227,8 +225,8 @@ def _fitting(
     if wrong:
         lines = "\n  ".join([*wrong[:_SHOWN], *[f"... and {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)])
         raise ValueError(
-            f"the weights in {folder} do not fit:\n  {lines}\nPass names={{...}} to spmd.subscribe where names differ or "
-            "tensors are fused, and split={...} for parts"
+            f"the weights in {folder} do not fit:\n  {lines}\nPass names={{...}} to spmd.subscribe where names differ "
+            "or tensors are fused, and split={...} for parts"
         )
     return {name: tensor for name, tensor in tensors.items() if name in wanted}
 

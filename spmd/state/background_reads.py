@@ -2,9 +2,9 @@
 
 A save or a publication in the background (``spmd/checkpoints/background.py``) holds no copy of state. Forward and
 backward run while it reads. Before a program writes to a tensor, it asks here whether that was read (``codegen.py``:
-one look at a flag while nothing is read). So do all others that change state or move it: a compile, flat storages, eager optimizers,
-``load_state_dict``, ``unshard``, ``recover``. What else writes to a tensor that is still to be read is found out by its
-version counter, and the save fails.
+one look at a flag while nothing is read). So do all others that change state or move it: a compile, flat storages,
+eager optimizers, ``load_state_dict``, ``unshard``, ``recover``. What else writes to a tensor that is still to be
+read is found out by its version counter, and the save fails.
 """
 
 from __future__ import annotations
