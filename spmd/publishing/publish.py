@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import weakref
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ class Publication(Handle):
 
     def withdraw(self) -> None:
         """Remove all versions from memory, as the end of the process does; readers keep what they are reading."""
-        self.until_over()
         publisher = _publishers.get(self.folder)
         if publisher is not None and publisher.last is self:
             publisher.close()
@@ -78,8 +77,8 @@ def publish(
       copied before the call returns; with True, or while a save runs in the background, everything is.
 
     Returns the newest version's handle, with ``version``, ``done()``, ``wait()``, ``error`` and ``withdraw()``. A rank
-    has its part in memory twice, and again for each older version that is still read. When the run ends, all versions
-    go: what is to stay, ``spmd.save`` and ``spmd.export`` write.
+    has its part in memory twice, and again for each older version that is still read. When the run or the model
+    ends, all versions go: what is to stay, ``spmd.save`` and ``spmd.export`` write.
 
     Raises ``TypeError`` or ``ValueError`` for what cannot be published, and ``SpmdError`` on all ranks if one of them
     cannot write, or if the version before has failed; the newest one that is complete stays.
@@ -162,7 +161,10 @@ class _Publisher:
             return [[each.run, each.version] for each in owners]
 
         (run, version), *_ = ranks.run(claim)[0]
-        publisher = cls(folder, weakref.ref(model), owners[0] if owners else None, run, version)
+        gone = partial(_end_without_model, folder)
+        publisher = cls(folder, weakref.ref(model, gone), owners[0] if owners else None, run, version)
+        if not _publishers:  # in a process of multiprocessing, atexit runs nothing
+            Finalize(None, _close_all, exitpriority=10)
         _publishers[folder] = publisher
         try:
             ranks.run(lambda: check_seen(folder, run))
@@ -277,7 +279,8 @@ class _Publisher:
         }
 
     def close(self) -> None:
-        """Remove all versions, on the first rank, and let go of them."""
+        """Remove all versions, on the first rank, and let go of them, once nothing is written any more."""
+        self.last.until_over()
         if _publishers.get(self.folder) is self:
             del _publishers[self.folder]
         self.forget()
@@ -382,6 +385,13 @@ def _published_as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtyp
 _publishers: dict[Path, _Publisher] = {}
 
 
+def _end_without_model(folder: Path, model: weakref.ref[nn.Module]) -> None:
+    """The model of a folder is gone, and so is what is published; if a thread is at it, by the next call or the end."""
+    publisher = _publishers.get(folder)
+    if publisher is not None and publisher.model is model and publisher.last.done():
+        publisher.close()
+
+
 def _close_all() -> None:
     for publisher in list(_publishers.values()):
         publisher.close()
@@ -396,5 +406,4 @@ def _forget() -> None:
     _publishers.clear()
 
 
-atexit.register(_close_all)
 os.register_at_fork(after_in_child=_forget)

@@ -11,6 +11,7 @@ import fcntl
 import os
 import struct
 import warnings
+import weakref
 from mmap import PROT_READ, mmap
 from pathlib import Path
 
@@ -88,6 +89,8 @@ class MappedSegment:
         except BaseException:
             os.close(self.file)
             raise
+        self._close = weakref.finalize(self, os.close, self.file)
+        self._close.atexit = False
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to it
             self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[HEADER:]
@@ -113,4 +116,4 @@ class MappedSegment:
 
     def close(self) -> None:
         """Let go of the file."""
-        os.close(self.file)
+        self._close()
