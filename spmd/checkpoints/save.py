@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,8 @@ from .marker import Marker, describe
 from .per_rank import gather
 from .prepare import Prepared, compare, line_of, prepare
 from .storage import File, plan_files, write
-from .together import Together, together
+from .together import Together as Together
+from .together import together
 from .values import to_bytes
 
 
@@ -65,8 +67,7 @@ def save(
     _check_arguments(step, keep, wait)
     checkpoint = target(path, step)
     handle = Handle(checkpoint)
-    finish_pending()
-    with together(f"saving {checkpoint}") as ranks:
+    with on_all_ranks(f"saving {checkpoint}") as ranks:
         ranks.run(_end_the_one_before)
         own = gather(per_rank, ranks)
         save = _prepare(checkpoint, step, keep, {**state, **own}, ranks, wait)
@@ -79,6 +80,14 @@ def save(
     if wait:
         handle.end()
     return handle
+
+
+@contextmanager
+def on_all_ranks(what: str) -> Iterator[Together]:
+    """Connect all ranks for ``what``, which reads state after the updates that steps have left to later."""
+    finish_pending()
+    with together(what) as ranks:
+        yield ranks
 
 
 def _end_the_one_before() -> None:

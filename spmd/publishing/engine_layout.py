@@ -6,7 +6,7 @@ reader's names, the dim along which a tensor is split over the ranks of the engi
     {"*.q_proj.weight": 0, "*.o_proj.weight": 1}
     {"*.qkv.weight": (0, (512, 128, 128))}          a fused one: these numbers of rows each by itself
 
-What the table fuses along this dim is split tensor by tensor without being told.
+Tensors that the table fuses along this dim are split one by one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Run = tuple[int, int, int]  # of a dim: the first index in the whole, the first 
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Target:
     """A tensor of the reader: ``shape`` is that of its part, which is these runs of ``dim`` of the whole."""
 
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class EngineLayout:
             self._parts.setdefault(part.name, []).append(part)
         dims = _dims(split, self._pieces)
         self.tensors = {
-            source: _wanted(source, shape, known, self._pieces.sources[source], dims.get(source), rank, ranks)
+            source: _target_of(source, shape, known, self._pieces.sources[source], dims.get(source), rank, ranks)
             for source, shape in self._pieces.shapes.items()
         }
 
@@ -126,7 +126,7 @@ def _is_split(value: Any) -> bool:
     return isinstance(sizes, (tuple, list)) and bool(sizes) and all(type(each) is int and each > 0 for each in sizes)
 
 
-def _wanted(
+def _target_of(
     name: str,
     shape: tuple[int, ...],
     known: Mapping[str, Tensor],
@@ -134,13 +134,13 @@ def _wanted(
     given: tuple[str, int | tuple[int, Sequence[int]]] | None,
     rank: int,
     ranks: int,
-) -> Wanted:
+) -> Target:
     kinds = {known[piece.name].dtype for piece in pieces}
     if len(kinds) > 1:
         raise ValueError(f"names makes {name} of tensors of {' and '.join(sorted(map(str, kinds)))}")
     (dtype,) = kinds
     if given is None:
-        return Wanted(dtype, shape, 0, ((0, 0, shape[0]),) if shape else ())
+        return Target(dtype, shape, 0, ((0, 0, shape[0]),) if shape else ())
     pattern, value = given
     dim, sizes = value if isinstance(value, (tuple, list)) else (value, None)
     if not -len(shape) <= dim < len(shape):
@@ -158,7 +158,7 @@ def _wanted(
             "for the whole, or pass another number of ranks"
         )
     runs = tuple(_runs(sizes, rank, ranks))
-    return Wanted(dtype, (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]), dim, runs)
+    return Target(dtype, (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]), dim, runs)
 
 
 def _runs(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[Run]:

@@ -1,4 +1,4 @@
-"""Who publishes what: each part of a tensor goes to the segment of one of the ranks that hold it."""
+"""Parts of tensors: each goes to the segment of one of the ranks that hold it."""
 
 from __future__ import annotations
 

@@ -21,10 +21,9 @@ from ..checkpoints import background
 from ..checkpoints.background import Handle
 from ..checkpoints.folders import write_whole
 from ..checkpoints.prepare import Prepared, prepare
+from ..checkpoints.save import Together, on_all_ranks
 from ..checkpoints.storage import file_numbers
-from ..checkpoints.together import Together, together
 from ..checkpoints.trees import leaves
-from ..deferral.pending import finish_pending
 from ..interpreter.interrupts import deferred_signals
 from ..state.background_reads import READS, Read
 from .folders import Newest, Owner, check_seen, folder_of, layout_name, read_newest
@@ -89,8 +88,7 @@ def publish(
     is_known = publisher is not None and publisher.model() is model
     if publisher is not None and is_known and not publisher.is_due(every):
         return publisher.last
-    finish_pending()
-    with together(f"publishing to {folder}") as ranks:
+    with on_all_ranks(f"publishing to {folder}") as ranks:
         given = ranks.run(lambda: [str(folder), every, str(dtype), _check_free(folder, model)])
         if any(each[:3] != given[0][:3] for each in given):
             ranks.fail(ValueError(f"expected the same to, every and dtype on all ranks, got {[e[:3] for e in given]}"))

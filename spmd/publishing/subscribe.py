@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from passes import SpmdError
 
 from ..checkpoints.names import Names
-from .engine_layout import EngineLayout, Split, Wanted
+from .engine_layout import EngineLayout, Split, Target
 from .folders import Newest, folder_of, is_owned, layout_name, read_newest
 from .layout import Layout
 from .segments import MappedSegment
@@ -137,14 +137,14 @@ class Subscription:
         while True:
             with ExitStack() as held:
                 newest = read_newest(self.folder)
-                if newest is not None and self._is_wanted(newest, after) and self._hold(newest, held):
+                if newest is not None and self._is_newer(newest, after) and self._hold(newest, held):
                     self._run, self._held = newest.run, newest.version
                     yield self._engine_layout(), [self._mapped[name].bytes for name in newest.segments]
                     return
             self._check_goes_on(after, deadline)
             time.sleep(_POLL)
 
-    def _is_wanted(self, newest: Newest, after: int | None) -> bool:
+    def _is_newer(self, newest: Newest, after: int | None) -> bool:
         if self._run and newest.run == self._run:
             return after is None or newest.version > after
         return is_owned(self.folder)  # of another run, every version is a new one
@@ -231,7 +231,7 @@ def _fitting(tensors: Mapping[str, torch.Tensor], engine: EngineLayout, folder: 
     return {name: tensor for name, tensor in tensors.items() if name in wanted}
 
 
-def _differences(tensor: torch.Tensor, wanted: Wanted) -> Iterator[str]:
+def _differences(tensor: torch.Tensor, wanted: Target) -> Iterator[str]:
     if isinstance(tensor, DTensor):
         yield "is a DTensor here: pass a dict with its local part, and split= for that"
     elif tensor.is_meta:

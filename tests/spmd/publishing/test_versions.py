@@ -276,7 +276,8 @@ def test_files_that_nobody_published_are_named(alone: None, to: str) -> None:
     with pytest.raises(spmd.SpmdError, match=r"holds mine.txt, which spmd.publish did not write: pass another"):
         spmd.publish(of(1), to=to)
     (folder / "mine.txt").unlink()
-    spmd.publish(of(1), to=to, wait=True)
+    model = of(1)
+    spmd.publish(model, to=to, wait=True)
     newest = read_newest(folder)
     assert newest is not None
     reader = spmd.subscribe(to)
