@@ -74,6 +74,8 @@ class Owner:
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.stat().st_uid != os.geteuid():
+                raise SpmdError(f"expected a folder of this user, but {folder} is another one's: pass another name")
             strange = sorted(each.name for each in folder.iterdir() if not _OURS.fullmatch(each.name))
             if strange:
                 raise SpmdError(

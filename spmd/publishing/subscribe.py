@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from passes import SpmdError
 
 from ..checkpoints.names import Names
+from ..checkpoints.trees import is_expanded
 from .engine_layout import EngineLayout, Split, Target
 from .folders import Newest, folder_of, is_owned, layout_name, read_newest
 from .layout import Layout
@@ -54,7 +56,7 @@ def subscribe(
             raise ValueError(f"expected {what} to be an int of at least {least}, got {value!r}")
     if rank >= ranks:
         raise ValueError(f"expected rank to be less than ranks, got {rank} of {ranks}")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout < 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
         raise ValueError(f"expected timeout to be a number of seconds, got {timeout!r}")
     found = Subscription(folder, names, split, rank, ranks, float(timeout))
     with found._version(None):
@@ -79,6 +81,7 @@ class Subscription:
         self._layout: Layout | None = None
         self._engine: EngineLayout | None = None
         self._mapped: dict[str, MappedSegment] = {}
+        self._process, self._reading = os.getpid(), threading.Lock()
 
     def __repr__(self) -> str:
         return f"<subscription to {self.folder}: version {self.version} read>"
@@ -114,11 +117,8 @@ class Subscription:
         """
         tensors = _tensors_of(target)
         with self._version(after) as (engine, segments), torch.no_grad():
-            written = set[int]()
             for name, tensor in _fitting(tensors, engine, self.folder).items():
-                if id(tensor) not in written:
-                    engine.fill(name, tensor, segments)
-                    written.add(id(tensor))
+                engine.fill(name, tensor, segments)
         self.version = self._held
         return self.version
 
@@ -134,8 +134,11 @@ class Subscription:
         if after is not None and type(after) is not int:
             raise TypeError(f"expected after to be the number of a version or None, got {after!r}")
         deadline = time.monotonic() + self._timeout
+        if self._process != os.getpid():  # a forked child shares the locks of open files: it opens its own
+            self._process, self._reading = os.getpid(), threading.Lock()
+            self.close()
         while True:
-            with ExitStack() as held:
+            with self._reading, ExitStack() as held:  # and so do threads: one reads at a time
                 newest = read_newest(self.folder)
                 if newest is not None and self._is_newer(newest, after) and self._hold(newest, held):
                     self._run, self._held = newest.run, newest.version
@@ -212,23 +215,35 @@ def _tensors_of(target: Any) -> dict[str, torch.Tensor]:
 
 
 def _fitting(tensors: Mapping[str, torch.Tensor], engine: EngineLayout, folder: Path) -> Mapping[str, torch.Tensor]:
-    """The tensors that are published. Raises ``ValueError`` with all that does not fit."""
+    """The tensors that are published, each once. Raises ``ValueError`` with all that does not fit."""
     first, wanted = engine.first_names(), engine.tensors
     has = {first.get(name, name) for name in wanted if name in tensors}  # of tied ones any name will do
     wrong = [f"{name}: is published, and missing here" for name in wanted if first.get(name, name) not in has]
-    known = {id(tensor) for name, tensor in tensors.items() if name in wanted}
-    for name, tensor in tensors.items():
-        if name in wanted:
-            wrong += [f"{name}: {line}" for line in _differences(tensor, wanted[name])]
-        elif id(tensor) not in known:
-            wrong.append(f"{name}: is not published")
+    found: dict[Any, str] = {}  # by memory
+    for name in (each for each in tensors if each in wanted):
+        wrong += [f"{name}: {line}" for line in _differences(tensors[name], wanted[name])]
+        other = found.setdefault(_memory_of(tensors[name]), name)
+        if first.get(name, name) != first.get(other, other) or wanted[name] != wanted[other]:
+            wrong.append(f"{name}: is {other} here, too, but where they are published they differ")
+    wrong += [
+        f"{name}: is not published"
+        for name, each in tensors.items()
+        if name not in wanted and _memory_of(each) not in found
+    ]
     if wrong:
         lines = "\n  ".join([*wrong[:_SHOWN], *[f"... and {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)])
         raise ValueError(
             f"the weights in {folder} do not fit:\n  {lines}\nPass names={{...}} to spmd.subscribe where names differ "
             "or tensors are fused, and split={...} for parts"
         )
-    return {name: tensor for name, tensor in tensors.items() if name in wanted}
+    return {name: tensors[name] for name in found.values()}
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """A value that is equal for two tensors of one memory, as are the entries of a state dict that are tied."""
+    if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
 def _differences(tensor: torch.Tensor, wanted: Target) -> Iterator[str]:
@@ -236,6 +251,8 @@ def _differences(tensor: torch.Tensor, wanted: Target) -> Iterator[str]:
         yield "is a DTensor here: pass a dict with its local part, and split= for that"
     elif tensor.is_meta:
         yield "is on the meta device here: give it memory first"
+    elif is_expanded(tensor):
+        yield "has elements that share memory here"
     elif tuple(tensor.shape) != wanted.shape:
         yield f"shape {list(wanted.shape)} is published, {list(tensor.shape)} is here"
     elif tensor.dtype != wanted.dtype and not (tensor.is_floating_point() and wanted.dtype.is_floating_point):

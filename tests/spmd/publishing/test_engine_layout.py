@@ -140,6 +140,10 @@ def test_tables_that_do_not_fit_are_one_sentence(options: Any, message: str, mod
     (lambda state: state.update({"blocks.0.seen": torch.zeros(())}), "blocks.0.seen: torch.int64 is published"),
     (lambda state: state.update({"embed.weight": torch.zeros(10, 4)}), r"embed.weight: shape \[10, 8\] is published"),
     (lambda state: state.update({"embed.weight": torch.zeros(10, 8, device="meta")}), "embed.weight: is on the meta"),
+    (
+        lambda state: state.update({"blocks.0.o_proj.weight": state["blocks.1.o_proj.weight"]}),
+        "blocks.1.o_proj.weight: is blocks.0.o_proj.weight here, too, but where they are published they differ",
+    ),
     (lambda state: [state.pop(f"{name}.weight") for name in ("embed", "head")], "embed.weight: is published, and"),
 ])  # fmt: skip
 def test_an_engine_that_does_not_fit_is_left_as_it_was(change: Any, message: str, model: Model, to: str) -> None:

@@ -126,6 +126,23 @@ def test_without_locks_this_would_be_seen(alone: None, to: str, monkeypatch: pyt
         assert not torch.equal(held, before)
 
 
+def test_forked_children_and_threads_do_not_let_go_for_others(alone: None, to: str) -> None:
+    model = of(1)
+    spmd.publish(model, to=to, wait=True)
+    reader, done = spmd.subscribe(to), threading.Event()
+    thread = threading.Thread(target=lambda: (reader.read(), done.set()))
+    with reader._version(None) as (_, (held,)):
+        before = held.clone()
+        thread.start()
+        kill(forked(lambda: reader.read() and None))
+        assert not done.wait(0.05)
+        for version in (2, 3):
+            spmd.publish(fill(model, version), to=to, wait=True)
+        assert torch.equal(held, before)
+    thread.join()
+    assert values(reader.read()) == {3}
+
+
 def test_a_reader_that_is_killed_lets_go(alone: None, to: str) -> None:
     model = of(1)
     spmd.publish(model, to=to, wait=True)
@@ -227,6 +244,13 @@ def fails_on_one(rank: int, world: int, to: str) -> list[str]:
             handle = spmd.publish(fill(model, 2), to=to)
             handle.wait()
         messages.append(str(raised.value))
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr(segments.Segment, "end", full)
+        with pytest.raises(spmd.SpmdError) as raised:
+            spmd.publish(fill(model, 3), to=to)
+            spmd.publish(model, to=to)
+        messages.append(str(raised.value))
     assert values(reader.read()) == {1}
     spmd.publish(fill(model, 4), to=to, wait=True)
     assert values(reader.read()) == {4}
@@ -238,6 +262,7 @@ def test_a_rank_that_cannot_write_is_known_to_all(ranks: Ranks, to: str) -> None
     one, other = ranks.run(2, fails_on_one, to)
     assert one == other
     assert "bytes of memory for /dev/shm/" in one[0] and "more with --shm-size (on rank 1)" in one[0]
+    assert one[2] == f"the publication before this one failed: {one[1]}"
     assert one[1] == f"publishing to /dev/shm/{to} failed: OSError: [Errno 28] No space left on device (on rank 1)"
 
 
