@@ -155,7 +155,6 @@ REFUSED: dict[str, Excludes] = {
         _has(row, "op", "branch on a value")
         and (
             _has(row, "deferral", "yes")
-            or _lacks(row, "micro_batches", "1")
             or _has(row, "bits", "same")
             or _has(row, "mesh", *_STAGES)
         )
