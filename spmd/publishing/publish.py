@@ -158,7 +158,12 @@ class _Publisher:
                 owners.append(Owner.claim(folder))
             return [[each.run, each.version] for each in owners]
 
-        (run, version), *_ = ranks.run(claim)[0]
+        try:
+            (run, version), *_ = ranks.run(claim)[0]
+        except BaseException:
+            for owner in owners:  # where another rank has failed
+                owner.release()
+            raise
         gone = partial(_end_without_model, folder)
         publisher = cls(folder, weakref.ref(model, gone), owners[0] if owners else None, run, version)
         if not _publishers:  # in a process of multiprocessing, atexit runs nothing
