@@ -685,13 +685,13 @@ def place_in_world(size: Callable[[int], int], rank: Callable[[int], int]) -> It
 def is_whole_world(group: Any) -> bool:
     """Whether a group, as a function or an op of torch's has it, is of all ranks. 2.11 to 2.15."""
     found = distributed.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
-    return found is None or bool(found.size() == distributed.GroupMember.WORLD.size())
+    return found is None or bool(found.size() == distributed.get_world_size())
 
 
 def kind_of_reduction(op: Any) -> str:
     """The name of a ``ReduceOp``, as a function or an op of torch's has it: ``"SUM"``. 2.11 to 2.15."""
-    found = op.op() if isinstance(op, torch.ScriptObject) else op
-    known: dict[str, Any] = distributed.ReduceOp.RedOpType.__members__
+    found = op.op() if isinstance(op, torch.ScriptObject) else op  # type: ignore[attr-defined]
+    known = distributed.ReduceOp.RedOpType.__members__
     return next((name for name, each in known.items() if found == each), "another")
 
 
@@ -722,7 +722,7 @@ def autograd_collectives(bodies: Mapping[str, Callable[..., Any]]) -> Iterator[N
     if module is None:  # nobody has imported them
         yield
         return
-    new = {name: SimpleNamespace(apply=body) for name, body in bodies.items()}
+    new: dict[str, Any] = {name: SimpleNamespace(apply=body) for name, body in bodies.items()}
     new |= {name: lambda *_, **__: None for name in ("_not_supported_under_compile",) if hasattr(module, name)}
     before = {name: getattr(module, name) for name in new}
     vars(module).update(new)

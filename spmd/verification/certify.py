@@ -76,7 +76,7 @@ def _ways(ranks: Sequence[SimulatedRank | Peer]) -> Iterator[None]:
         try:
             first.prepare(given)
         except (Exception, SystemExit) as error:
-            if given and (is_users(error) or isinstance(error, SystemExit)):
+            if given and (isinstance(error, SystemExit) or is_users(error)):
                 continue
             raise
         answers = first.compiled.captured.answers

@@ -100,7 +100,7 @@ class OwnCollectives:
                 raise Refused(f"it gathers over a group of some ranks. {LEAVE_OUT}")
             return (tensor.clone(),)
 
-        bodies = {
+        bodies: dict[str, Callable[..., Any]] = {
             "_AllReduce": reduced,
             "_AllGather": gathered,
             "_Reduce": lambda source, op, group, tensor: reduced(op, group, tensor),

@@ -34,8 +34,8 @@ def _is_over_rows(node: fx.Node) -> bool:
     if node.target not in (*_ANY, *_ALL):
         return False
     operand: Any = node.args[0]
-    ndim, dims = operand.meta["val"].ndim, node.args[1] if len(node.args) > 1 else None
-    given = [dims] if isinstance(dims, int) else dims
+    dims: Any = node.args[1] if len(node.args) > 1 else None
+    ndim, given = operand.meta["val"].ndim, [dims] if isinstance(dims, int) else dims
     return ndim > 0 and (given is None or any(dim % ndim == 0 for dim in given))
 
 

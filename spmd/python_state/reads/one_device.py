@@ -38,22 +38,22 @@ class OwnRank(int):
         return made
 
     def __eq__(self, other: object) -> bool:
-        return self.shown == behind_step(other)
+        return bool(self.shown == behind_step(other))
 
     def __ne__(self, other: object) -> bool:
-        return self.shown != behind_step(other)
+        return bool(self.shown != behind_step(other))
 
     def __lt__(self, other: Any) -> bool:
-        return self.shown < behind_step(other)
+        return bool(self.shown < behind_step(other))
 
     def __le__(self, other: Any) -> bool:
-        return self.shown <= behind_step(other)
+        return bool(self.shown <= behind_step(other))
 
     def __gt__(self, other: Any) -> bool:
-        return self.shown > behind_step(other)
+        return bool(self.shown > behind_step(other))
 
     def __ge__(self, other: Any) -> bool:
-        return self.shown >= behind_step(other)
+        return bool(self.shown >= behind_step(other))
 
     def __hash__(self) -> int:
         return hash(self.shown)

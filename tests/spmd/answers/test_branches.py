@@ -91,6 +91,7 @@ def test_every_answer_computes_what_the_plain_step_does(ranks: Ranks, number: in
 _IN_PARTS = ("returns_early", "clips_what_is_large", "looks_at_each_gradient", "lowers_its_rate")
 
 
+@pytest.mark.costly("a program for each of three answers, on each rank")
 @pytest.mark.parametrize("loop", _IN_PARTS)
 def test_what_follows_from_sums_over_all_parts_may_be_asked(ranks: Ranks, loop: str) -> None:
     """Of three parts of four rows, or two; a call looks at the answer when the last of them has run."""
@@ -220,7 +221,7 @@ def test_ranks_that_would_go_different_ways_all_raise(ranks: Ranks) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("number", [0, 3, 6])
+@pytest.mark.parametrize("number", [0, pytest.param(3, marks=pytest.mark.exhaustive), 6])
 def test_each_way_is_verified_and_certified(number: int) -> None:
     case = Branching(LOOPS[number].__name__)
     step, (model, optimizer) = spmd.compile(LOOPS[number]), case.build()
@@ -241,6 +242,7 @@ def _exits(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Ten
     return loss
 
 
+@pytest.mark.costly("verified, certified and run for both answers")
 @pytest.mark.usefixtures("alone")
 def test_a_step_in_parts_that_ends_the_process_is_verified_and_certified() -> None:
     """The usual check of a loop: stop at a loss that is not finite."""
