@@ -54,6 +54,7 @@ def publishing_main(rank: int, world: int, out: Path) -> None:
     publishing.main([*sizes, "--json", str(out)])
 
 
+@pytest.mark.costly("compiles a GPT on two ranks")
 def test_publications_are_measured_beside_steps_and_saves(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, publishing_main, tmp_path / "out")
     found = json.loads((tmp_path / "out").read_text())

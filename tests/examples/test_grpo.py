@@ -41,6 +41,7 @@ def run(rank: int, world: int, to: str, folder: Path, off_policy: bool) -> list[
         dist.destroy_process_group()
 
 
+@pytest.mark.costly("20 rounds of two ranks and a sampler, beside those of one device")
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_the_reward_grows_as_on_one_device(off_policy: bool, ranks: Ranks, tmp_path: Path, to: str) -> None:
     one, other, _ = ranks.run(3, run, to, tmp_path, off_policy, process_group=False)

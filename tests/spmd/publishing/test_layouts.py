@@ -49,7 +49,7 @@ def published_meanwhile(rank: int, world: int, layout: str, to: str) -> list[Any
     ("replicate", 2),
     ("fully_shard", 2),
     ("rounded", 2),
-    ("hybrid", 4),
+    pytest.param("hybrid", 4, marks=pytest.mark.exhaustive),
     pytest.param("annotated", 2, marks=pytest.mark.exhaustive),
     pytest.param("fully_shard", 3, marks=pytest.mark.exhaustive),
     pytest.param("tensor parallel", 4, marks=pytest.mark.exhaustive),
@@ -123,7 +123,10 @@ def trained(rank: int, world: int, layout: str, to: str) -> Any:
     return publisher.layout.sizes[rank] / sum(publisher.layout.sizes), worst, reader.version
 
 
-@pytest.mark.parametrize("layout", MODES)
+COSTLY = pytest.mark.costly("compiles on four ranks, a mesh of two axes")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(each, marks=[COSTLY] * (each == "2x2")) for each in MODES])
 def test_what_is_read_is_what_the_plain_step_has_on_one_device(layout: str, ranks: Ranks, to: str) -> None:
     world = 4 if layout == "2x2" else 2
     found = ranks.run(world, trained, layout, to)

@@ -78,7 +78,7 @@ def test_no_version_is_torn_while_another_process_writes(ranks: Ranks, to: str) 
         try:
             reader, model = spmd.subscribe(to), of(0, 300)
             deadline = time.monotonic() + 60
-            while len(seen) < 40 and time.monotonic() < deadline:
+            while len(seen) < 25 and time.monotonic() < deadline:
                 version = reader.load(model)
                 found = {value for each in model.parameters() for value in (each.min().item(), each.max().item())}
                 if found != {version} or version < max(seen, default=0):
@@ -94,7 +94,7 @@ def test_no_version_is_torn_while_another_process_writes(ranks: Ranks, to: str) 
     finally:
         thread.join()
         (MEMORY / f"{to}.end").unlink()
-    assert not wrong and len(seen) == 40
+    assert not wrong and len(seen) == 25
     assert max(made) <= 6  # segments of two ranks: newest, next, and one that was read
 
 
