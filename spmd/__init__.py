@@ -3,7 +3,8 @@
 Compile:      compile, CompiledStep, Override, Report
 Modes:        DataParallel, Auto, DTensorExpand, ParallelMode, PlannedMode, Plan
 Annotations:  replicate, fully_shard, MixedPrecisionPolicy, OffloadPolicy, no_sync, constrain, contract
-State:        materialize, from_pretrained, unshard, generate, state_dict, save, load, export
+State:        materialize, from_pretrained, unshard, generate, state_dict, save, load, export,
+              publish, subscribe
 Ranks, data:  world, data_rank, pad_to_longest, shared_rng, seed, rng_state, set_rng_state
 See, prove:   verify, Verdict, certify, Certificate, show, plan, Plans
 Placements:   register_rule, partition, Problem, Solver, Assignment, Choice, Program

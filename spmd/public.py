@@ -40,6 +40,8 @@ from .partitioner.solvers.problem import Problem
 from .partitioner.solvers.solver import Solver
 from .planning.plans import Plans
 from .planning.search import plan
+from .publishing.publish import publish
+from .publishing.subscribe import subscribe
 from .ranks.agreed import pad_to_longest, shared_rng
 from .ranks.world import world
 from .rules import register_rule
@@ -93,6 +95,7 @@ __all__ = [
     "pad_to_longest",
     "partition",
     "plan",
+    "publish",
     "register_rule",
     "replicate",
     "rng_state",
@@ -102,6 +105,7 @@ __all__ = [
     "shared_rng",
     "show",
     "state_dict",
+    "subscribe",
     "unshard",
     "verify",
     "world",

@@ -11,6 +11,7 @@ import math
 import operator
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,20 @@ def alone() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def to() -> Iterator[str]:
+    """A name to publish weights to, of which nothing stays in memory."""
+    from spmd.publishing import publish
+    from spmd.publishing.folders import MEMORY
+
+    name = f"spmd-test-{os.getpid()}-{random.SystemRandom().getrandbits(32):x}"
+    yield name
+    for publisher in list(publish._publishers.values()):
+        publisher.last.until_over()
+        publisher.close()
+    shutil.rmtree(MEMORY / name, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

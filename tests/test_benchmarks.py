@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import checkpoints, compiler, resident, roles
+from benchmarks import checkpoints, compiler, publishing, resident, roles
 from benchmarks.peers import memory
 from benchmarks.peers.models import SMOKE, build
 from benchmarks.peers.network import NoNetworkError, connect
@@ -47,6 +47,20 @@ def test_checkpoints_are_measured_beside_dcp(ranks: Ranks, tmp_path: Path) -> No
     found = json.loads((tmp_path / "out").read_text())
     assert list(found) == ["spmd.save", "DCP save", "spmd.load", "DCP load", "spmd.export"]
     assert all(seconds > 0 for seconds, _ in found.values())
+
+
+def publishing_main(rank: int, world: int, out: Path) -> None:
+    sizes = ["--width", "16", "--layers", "1", "--rounds", "1", "--steps", "2"]
+    publishing.main([*sizes, "--json", str(out)])
+
+
+@pytest.mark.costly("compiles a GPT on two ranks")
+def test_publications_are_measured_beside_steps_and_saves(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, publishing_main, tmp_path / "out")
+    found = json.loads((tmp_path / "out").read_text())
+    assert {"a step", "a step with spmd.publish", "spmd.publish until it is complete"} <= found.keys()
+    assert all(value > 0 for value in found.values())
+    assert found["MB of its segments"] > 2 * found["MB of parameters of a rank"] > 0
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import spmd
+from spmd.publishing import folders
 
 from .harness.pool import Ranks
 
@@ -91,7 +94,8 @@ def left_by(rank: int, world: int, recipe: str, mode: str, folder: Path, is_plai
         os.chdir(folder)
         torch.set_default_dtype(torch.float64)
         names: dict[str, Any] = {"__name__": "recipe"}
-        with plain(is_plain):
+        with plain(is_plain), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folders, "MEMORY", memory_of(folder))
             exec(compile(CODE["Setup"], "docs/cookbook.md: Setup", "exec"), names)
             names["mode"] = MODES[mode]
             before = set(names)
@@ -100,6 +104,11 @@ def left_by(rank: int, world: int, recipe: str, mode: str, folder: Path, is_plai
     finally:
         torch.set_default_dtype(dtype)
         os.chdir(here)
+
+
+def memory_of(folder: Path) -> Path:
+    """Where a recipe publishes that runs in a folder: others run meanwhile, under the same name."""
+    return folders.MEMORY / f"spmd-{zlib.crc32(str(folder).encode()):08x}"
 
 
 def whole(names: dict[str, Any]) -> dict[str, Any]:
@@ -121,11 +130,16 @@ def _is_number(value: Any) -> bool:
 )
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_has_the_numbers_of_one_device(recipe: str, mode: str, ranks: Ranks, tmp_path: Path) -> None:
-    folders = [tmp_path / "plain", tmp_path / "ranks"]
-    for folder in folders:
-        folder.mkdir()
+    places = [tmp_path / "plain", tmp_path / "ranks"]
+    for place in places:
+        place.mkdir()
     assert 'mode = spmd.DataParallel("fully_shard")' in CODE["Setup"]
-    (expected,) = ranks.run(1, left_by, recipe, mode, folders[0], True)
+    try:
+        (expected,) = ranks.run(1, left_by, recipe, mode, places[0], True)
+        results = ranks.run(2, left_by, recipe, mode, places[1], False)
+    finally:
+        for place in places:
+            shutil.rmtree(memory_of(place), ignore_errors=True)
     assert expected
-    for found in ranks.run(2, left_by, recipe, mode, folders[1], False):
+    for found in results:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)

@@ -74,7 +74,7 @@ ORDER = {
         step
         decorator
         verification/
-        checking/ fuzzing/ generation/ integrations/ planning/
+        checking/ fuzzing/ generation/ integrations/ planning/ publishing/
         cli/
         public
         __init__ __main__

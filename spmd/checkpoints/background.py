@@ -1,7 +1,8 @@
-"""Saves in the background: a thread writes live state while the next step computes, and the ranks finish together.
+"""Saves and publications in the background: a thread reads live state while the next step computes.
 
-The threads of all ranks communicate in a gloo group of their own, which no step uses and nobody else closes: that a
-rank has ended shows there at once. A save is finished by threads alone, also when the program ends.
+Ranks finish together, and one of them runs at a time. The threads of all ranks communicate in a gloo group of their
+own, which no step uses and nobody else closes: that a rank has ended shows there at once. Threads alone finish it, also
+when the program ends.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from passes import RankFailedError, SpmdError
 from passes.runtime.gloo import is_done
@@ -22,7 +26,7 @@ from passes.runtime.peer_connection import PeerLostError
 
 from .._torch import set_timeout, unregistered_gloo_group
 from ..ranks.connection import CONNECTING
-from ..state.background_reads import READS
+from ..state.background_reads import READS, wait_within_hooks
 from .together import Together
 
 _log = logging.getLogger("spmd")
@@ -30,6 +34,8 @@ _log = logging.getLogger("spmd")
 
 class Handle:
     """A save, which may still be running. ``folder``: the checkpoint that it writes."""
+
+    kind = "save"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,7 +45,7 @@ class Handle:
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "complete" if self._error is None else "failed"
-        return f"<save of {self.folder}: {state}>"
+        return f"<{self.kind} of {self.folder}: {state}>"
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -58,6 +64,10 @@ class Handle:
         if self._error is not None:
             raise self._error
 
+    def until_over(self) -> None:
+        """Wait until it has ended, well or not."""
+        self._is_over.wait()
+
     def end(self, error: Exception | None = None) -> None:
         """Note how it ended."""
         self._error = error
@@ -68,7 +78,7 @@ class Handle:
         self._is_over.wait()
         if self._error is not None and not self._is_raised:
             self._is_raised = True
-            raise SpmdError(f"the save before this one failed: {self._error}")
+            raise SpmdError(f"the {self.kind} before this one failed: {self._error}")
 
 
 class Group:
@@ -106,20 +116,20 @@ class Group:
         del self._group
 
 
-_last: Handle | None = None  # the save that was started last
+_last: dict[str, Handle] = {}  # of each kind the one that was started last
 _group: Group | None = None
 
 
-def last() -> Handle | None:
-    """The save that was started last in the background."""
-    return _last
+def last(kind: str) -> Handle | None:
+    """The save, or the publication, that was started last in the background."""
+    return _last.get(kind)
 
 
 def wait_for_last() -> None:
-    """Wait for the save in the background, whether it fails or not."""
-    if _last is not None:
-        _last._is_over.wait()
-        READS.release()
+    """Wait for what runs in the background, whether it fails or not."""
+    for handle in _last.values():
+        handle.until_over()
+    READS.release()
 
 
 def group_for(name: str, ranks: Together) -> Group | None:
@@ -133,8 +143,7 @@ def group_for(name: str, ranks: Together) -> Group | None:
 
 
 def start(handle: Handle, ranks: Together, group: Group | None, finish: Callable[[Together], None]) -> None:
-    """Let a thread finish a save, whose reads have been started. ``finish`` gets the ranks as the thread sees them."""
-    global _last
+    """Let a thread finish reads that have been started. ``finish`` gets the ranks as the thread sees them."""
     aside = ranks.aside(group.all_gather_text) if group is not None else Together(ranks.what, None)
     thread = threading.Thread(target=_run, args=(handle, aside, group, finish), name=f"spmd: {ranks.what}")
     try:
@@ -144,7 +153,15 @@ def start(handle: Handle, ranks: Together, group: Group | None, finish: Callable
         if group is not None:
             group.close()
         raise
-    _last = handle
+    _last[handle.kind] = handle
+
+
+def hooks_on(state: Iterable[Any]) -> Iterator[Any]:
+    """Hooks by which eager optimizers, and models that load state, wait for what is read."""
+    yield register_optimizer_step_pre_hook(wait_within_hooks)  # an optimizer's own hooks are guarded
+    for each in state:
+        if isinstance(each, nn.Module):
+            yield each.register_load_state_dict_pre_hook(wait_within_hooks)
 
 
 def _run(handle: Handle, ranks: Together, group: Group | None, finish: Callable[[Together], None]) -> None:
@@ -170,8 +187,9 @@ def _run(handle: Handle, ranks: Together, group: Group | None, finish: Callable[
 
 def _forget() -> None:
     """A forked child has no thread that would end a save, and the group is its parent's."""
-    global _last, _group
-    _last = _group = None
+    global _group
+    _last.clear()
+    _group = None
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -63,9 +63,11 @@ class Pieces:
 
     def _add(self, entry: _Entry, shapes: Mapping[str, tuple[int, ...]]) -> None:
         missing = [name for name in entry.heads if name not in shapes or not shapes[name]]
-        if missing:
+        if missing and entry.only_renames() and missing[0] in shapes:
+            self._put([Piece(entry.heads[0], entry.tails[0], 0, 1)], {entry.tails[0]: ()})
+        elif missing:
             raise ValueError(f"names has {missing[0]}, which is no tensor of the model with rows: {_some(shapes)}")
-        if len(entry.heads) > 1:
+        elif len(entry.heads) > 1:
             self._put(*_split(entry, shapes))
         elif any("#" in tail for tail in entry.tails):
             self._put(*_stacked(entry, shapes[entry.heads[0]]))
@@ -99,6 +101,10 @@ class _Entry:
         filled = [_filled(pattern, match.groups()) for pattern in (*heads, *tails)]
         rows = tuple(value.values()) if isinstance(value, Mapping) else None
         return cls(tuple(filled[: len(heads)]), tuple(filled[len(heads) :]), rows)
+
+    def only_renames(self) -> bool:
+        """Whether it gives one tensor another name."""
+        return len(self.heads) == len(self.tails) == 1 and self.rows is None and "#" not in self.tails[0]
 
     def parts(self, length: int) -> Iterator[tuple[str, int, int]]:
         """(name, start, rows) of each of ``tails`` in so many rows."""

@@ -6,21 +6,20 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch import local_tensor
 from ..call.rng import rng_state
 from ..deferral.pending import finish_pending
 from ..interpreter.interrupts import deferred_signals
-from ..state.background_reads import READS, Read, wait_within_hooks
+from ..state.background_reads import READS, Read
 from . import background
 from .background import Handle
 from .folders import DATA, MARKER, VALUES, keep_newest, make, path_of, remove_leftovers, target, write_whole
@@ -28,7 +27,8 @@ from .marker import Marker, describe
 from .per_rank import gather
 from .prepare import Prepared, compare, line_of, prepare
 from .storage import File, plan_files, write
-from .together import Together, together
+from .together import Together as Together
+from .together import together
 from .values import to_bytes
 
 
@@ -67,10 +67,8 @@ def save(
     _check_arguments(step, keep, wait)
     checkpoint = target(path, step)
     handle = Handle(checkpoint)
-    finish_pending()
-    with together(f"saving {checkpoint}") as ranks:
-        before = background.last()
-        ranks.run(lambda: before.end_before_the_next() if before is not None else None)
+    with on_all_ranks(f"saving {checkpoint}") as ranks:
+        ranks.run(_end_the_one_before)
         own = gather(per_rank, ranks)
         save = _prepare(checkpoint, step, keep, {**state, **own}, ranks, wait)
         try:
@@ -82,6 +80,21 @@ def save(
     if wait:
         handle.end()
     return handle
+
+
+@contextmanager
+def on_all_ranks(what: str) -> Iterator[Together]:
+    """Connect all ranks for ``what``, which reads state after the updates that steps have left to later."""
+    finish_pending()
+    with together(what) as ranks:
+        yield ranks
+
+
+def _end_the_one_before() -> None:
+    background.wait_for_last()
+    before = background.last(Handle.kind)
+    if before is not None:
+        before.end_before_the_next()
 
 
 def _check_arguments(step: Any, keep: Any, wait: Any) -> None:
@@ -134,7 +147,7 @@ class _Save:
         self.prepared = Prepared({}, self.prepared.ties, {})  # the thread lets go of what it has read
         files.clear()
         with deferred_signals():  # or nobody would end what was started
-            READS.start(reads, _hooks(state))
+            READS.start(reads, background.hooks_on(state.values()))
             background.start(handle, ranks, group, work.finish)
             self.is_handed_over = True
 
@@ -219,11 +232,3 @@ class _Background:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU; from another device in the stream of the caller, which threads do not share."""
     return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
-
-
-def _hooks(state: Mapping[str, Any]) -> Iterator[Any]:
-    """Hooks by which eager optimizers, and models that load state, wait for what is read."""
-    yield register_optimizer_step_pre_hook(wait_within_hooks)  # an optimizer's own hooks are guarded
-    for each in state.values():
-        if isinstance(each, nn.Module):
-            yield each.register_load_state_dict_pre_hook(wait_within_hooks)

@@ -1,10 +1,10 @@
 """Background reads: a thread reads state in place while training goes on; writers block until theirs is read.
 
-A save in the background (``spmd/checkpoints/background.py``) copies no state. Forward and backward run while it reads.
-Before a program writes to a tensor, it asks here whether that was read (``codegen.py``: one look at a flag while
-nothing is read). So do all others that change state or move it: a compile, flat storages, eager optimizers,
-``load_state_dict``, ``unshard``, ``recover``. What else writes to a tensor that is still to be read is found out by its
-version counter, and the save fails.
+A save or a publication in the background (``spmd/checkpoints/background.py``) holds no copy of state. Forward and
+backward run while it reads. Before a program writes to a tensor, it asks here whether that was read (``codegen.py``:
+one look at a flag while nothing is read). So do all others that change state or move it: a compile, flat storages,
+eager optimizers, ``load_state_dict``, ``unshard``, ``recover``. What else writes to a tensor that is still to be
+read is found out by its version counter, and the save fails.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Read:
 
 
 class BackgroundReads:
-    """The reads that are under way in this process: those of one save at most.
+    """The reads that are under way in this process: those of one save or publication at most.
 
     The thread leaves its hooks to those who wait, or would have waited: torch may be going through the hooks meanwhile.
     """
@@ -90,9 +90,9 @@ class BackgroundReads:
             self.end()
         if changed:
             raise SpmdError(
-                f"{', '.join(sorted(set(changed))[:8])} changed while it was saved: wait for the save before anything "
-                "but a compiled step, optimizer.step() or load_state_dict() writes to parameters or optimizer state, "
-                "or save with wait=True"
+                f"{', '.join(sorted(set(changed))[:8])} changed while it was saved or published: wait for that before "
+                "anything but a compiled step, optimizer.step() or load_state_dict() writes to parameters or optimizer "
+                "state, or pass wait=True"
             )
 
     def _read(self) -> list[str]:

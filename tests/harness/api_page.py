@@ -21,7 +21,7 @@ TOPICS = {
     "Compile": "compile CompiledStep Override Report",
     "Parallel modes": "DataParallel Auto DTensorExpand ParallelMode PlannedMode Plan",
     "Annotations": "replicate fully_shard MixedPrecisionPolicy OffloadPolicy no_sync constrain contract",
-    "State": "materialize from_pretrained unshard generate state_dict save load export",
+    "State": "materialize from_pretrained unshard generate state_dict save load export publish subscribe",
     "Ranks, data and random numbers": "world data_rank pad_to_longest shared_rng seed rng_state set_rng_state",
     "See and prove": "verify Verdict certify Certificate show plan Plans",
     "Rules and placements": "register_rule partition Problem Solver Assignment Choice Program",
