@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._torch import c10d
+from ..runtime.answers import asked
 from .ops import Trait, has
 from .program import MicroBatches, Program, Spread
 from .roles import Holds, InputSource, Role
@@ -21,26 +22,28 @@ RUN_NUMBER = Role("micro-batch", InputSource.RUN)
 
 def accumulating(program: Program, joined: Collection[str]) -> Program:
     """A copy of a functional program that returns accumulators and ``joined`` results alone."""
-    own = without_assertions_on_sums(program).copy()
+    own = without_checks_of_sums(program).copy()
     pairs = zip(own.output_values(), own.outputs, strict=True)
     kept = [(value, out) for value, out in pairs if out.role.is_carried or out.name in joined]
     own.set_outputs([value for value, _ in kept], [out for _, out in kept])
     return replace(own, name=f"{program.name}-accumulating", micro_batches=None, earlier={})
 
 
-def without_assertions_on_sums(program: Program) -> Program:
-    """A copy without assertions on sums over the batch, of which runs before the last one have a part.
+def without_checks_of_sums(program: Program) -> Program:
+    """A copy that neither asserts nor asks for sums over the batch, of which runs before the last one have a part.
 
-    The program itself where it has none.
+    The program itself where it does not.
     """
     inputs = zip(program.inputs, program.placeholders, strict=True)
     after, found = {node for declared, node in inputs if declared.role.is_sum}, list[str]()
     for node in program.graph.nodes:
         if not after.isdisjoint(node.all_input_nodes):
             after.add(node)
-            found += [node.name] if has(node.target, Trait.ASSERTS) else []
+            found += [node.name] if has(node.target, Trait.ASSERTS) or node.target is asked else []
     own = program.copy() if found else program
     for node in [each for each in own.graph.nodes if each.name in found]:
+        if node.target is asked:
+            node.replace_all_uses_with(node.args[0])
         own.graph.erase_node(node)
     return own
 

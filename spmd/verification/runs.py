@@ -18,7 +18,7 @@ from passes.ir.micro_batches import (
     empty_accumulators,
     new_accumulators,
     own_rows,
-    without_assertions_on_sums,
+    without_checks_of_sums,
 )
 from passes.update.split_micro_batches import earlier_runs
 
@@ -60,7 +60,7 @@ def run_programs(
     seen = None if watch is None or is_split else _Seen(micro.together > 1, _ranks_with_rows(programs[0]))
     rows: list[list[dict[str, Any]]] = [[] for _ in programs]
     for k in range(micro.count):
-        now = [each[k] if k == micro.count - 1 else without_assertions_on_sums(each[k]) for each in runs]
+        now = [each[k] if k == micro.count - 1 else without_checks_of_sums(each[k]) for each in runs]
         taken = [micro.of_run(program.inputs, given, k) for program, given in zip(programs, inputs, strict=True)]
         returned = run_in_lockstep(now, taken, seen)
         for program, of_rank, outputs, before in zip(now, inputs, returned, rows, strict=True):

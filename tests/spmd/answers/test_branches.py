@@ -129,6 +129,27 @@ def test_what_a_part_alone_knows_may_not_be_asked(function: Any, mode: dict[str,
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("passes", [(), None], ids=["no passes", "default"])
+def test_sums_of_the_first_parts_answer_nothing(passes: Any) -> None:
+    """The first part has a negative sum, and the batch a positive one."""
+
+    def half(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if x.mean() > 0:
+            loss = loss / 2
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = torch.tensor([[-1.0], [-1.0], [3.0], [3.0]], dtype=torch.float64)
+    step = spmd.compile(passes=passes, parallel_mode=spmd.DataParallel(micro_batches=2))(half)
+    for each in (x, x.flip(0), -x):
+        model = nn.Linear(1, 2).double()
+        verdict = spmd.verify(step, model, torch.optim.SGD(model.parameters(), 0.1), each, world=1)
+        assert verdict, verdict
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_program_says_which_answer_it_is_of() -> None:
     step, (model, optimizer) = spmd.compile(LOOPS[0]), Branching("").build()
     x, y = torch.ones(2, 3).double(), torch.ones(2, 1).double()
