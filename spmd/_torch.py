@@ -11,10 +11,11 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter, methodcaller
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -125,6 +126,9 @@ from torch.distributed.distributed_c10d import GroupName, _new_process_group_hel
 
 # The process groups by the names that collectives have for them, to set them aside for a while. 2.11 to 2.15.
 from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
+
+# The handle of a collective that is done, for those of a step, which run on one device. 2.11 to 2.15.
+from torch._C._distributed_c10d import FakeWork, Work
 
 # A store that stores nothing, for a world of one; the import registers the backend "fake". 2.11 to 2.15.
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -650,17 +654,82 @@ _bodies, _bodies_change = list[None](), threading.Lock()  # of ``gloo_of_one_wor
 
 
 @contextmanager
-def group_sizes(answer: Callable[[int], int]) -> Iterator[None]:
-    """Let torch take ``answer(size)`` for the size of each group, for the length of the context.
+def place_in_world(size: Callable[[int], int], rank: Callable[[int], int]) -> Iterator[None]:
+    """Let torch take ``size(real)`` for the size of each group, and ``rank(real)`` for the process's rank in the world.
 
-    ``get_world_size`` asks for it, under whatever name a module has imported that. 2.11 to 2.15.
+    ``get_world_size`` and ``get_rank`` ask for them, under whatever names a module has imported these. 2.11 to 2.15.
     """
-    size = distributed_c10d._get_group_size
-    distributed_c10d._get_group_size = lambda group: answer(size(group))
+    group_size, default_group = distributed_c10d._get_group_size, distributed_c10d._get_default_group
+
+    class OfRank:
+        """The default group, as far as ``get_rank`` asks it."""
+
+        def __init__(self, group: Any) -> None:
+            self._group = group
+
+        def rank(self) -> int:
+            return rank(self._group.rank())
+
+    def group() -> Any:
+        asks = sys._getframe(1).f_code is distributed.get_rank.__code__
+        return OfRank(default_group()) if asks else default_group()
+
+    distributed_c10d._get_group_size = lambda group: size(group_size(group))
+    distributed_c10d._get_default_group = group
     try:
         yield
     finally:
-        distributed_c10d._get_group_size = size
+        distributed_c10d._get_group_size, distributed_c10d._get_default_group = group_size, default_group
+
+
+def is_whole_world(group: Any) -> bool:
+    """Whether a group, as a function or an op of torch's has it, is of all ranks. 2.11 to 2.15."""
+    found = distributed.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
+    return found is None or bool(found.size() == distributed.get_world_size())
+
+
+def kind_of_reduction(op: Any) -> str:
+    """The name of a ``ReduceOp``, as a function or an op of torch's has it: ``"SUM"``. 2.11 to 2.15."""
+    found = op.op() if isinstance(op, torch.ScriptObject) else op  # type: ignore[attr-defined]
+    known = distributed.ReduceOp.RedOpType.__members__
+    return next((name for name, each in known.items() if found == each), "another")
+
+
+def finished_work() -> Any:
+    """The handle of a collective that is done, as ops of torch's return it. 2.11 to 2.15."""
+    return Work.boxed(FakeWork())
+
+
+@contextmanager
+def object_collectives(body: Callable[..., Any]) -> Iterator[None]:
+    """Call ``body`` where torch begins to send a Python object to other ranks. 2.11 to 2.15."""
+    before = distributed_c10d._object_to_tensor
+    distributed_c10d._object_to_tensor = body
+    try:
+        yield
+    finally:
+        distributed_c10d._object_to_tensor = before
+
+
+@contextmanager
+def autograd_collectives(bodies: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let the functions of ``torch.distributed.nn`` run these in place of their autograd functions, by their names.
+
+    While torch traces they raise, and with gloo some of them are made of collectives that differ from rank to rank.
+    2.11 to 2.15; they raise from 2.13 on.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    if module is None:  # nobody has imported them
+        yield
+        return
+    new: dict[str, Any] = {name: SimpleNamespace(apply=body) for name, body in bodies.items()}
+    new |= {name: lambda *_, **__: None for name in ("_not_supported_under_compile",) if hasattr(module, name)}
+    before = {name: getattr(module, name) for name in new}
+    vars(module).update(new)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
 
 class _GlooOfOneWorker(distributed.ProcessGroupGloo):

@@ -147,7 +147,6 @@ class Options:
         reasons = {
             "with defer_updates=True, whose update is that of the call before": mode.defer_updates,
             'with bits="same", whose virtual parts have a value each': mode.bits is not None,
-            "with micro_batches, of which each has a value of its own": mode.micro_batches > 1 or mode.chooses_runs,
             "in stages, of which each rank computes one": mode.has_stages,
             "with cuda_graphs=True": self.cuda_graphs,
         }

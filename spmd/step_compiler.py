@@ -226,7 +226,7 @@ class StepCompiler:
         if local.stages is not None:
             _check_same_stage(program, agreement)
         description += options.describe(made.program)
-        base, calls, *seeds = agreement.agree(description, self._seeds(call))
+        (base, calls, *seeds), writes = agreement.agree(description, self._seeds(call), captured.leaves_something)
         adopt([base, calls])
         with stages.explained("distributing state"):
             self._distribute(turn, call, program, captured, state, seeds)
@@ -246,6 +246,7 @@ class StepCompiler:
             identity=identity_of(f"{self._name} in call {call_number()}", description),
             uneven=call.uneven,
             connection=agreement.connection,
+            writes=writes,
             guards=Guards.of(call.arguments, call.slots, made.reads, captured, modes),
             copied=copied_state(call, local),
             any_size=made.any_size,

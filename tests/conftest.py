@@ -100,11 +100,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell ``harness/backend.py`` and ``interplay/``, also in processes that tests start."""
+    """Tell ``harness/backend.py`` and ``interplay/``, also in processes that tests start; limit what new tests take."""
+    from .cpu_limit.limit import CpuLimit
     from .interplay.seeds import VARIABLE, seed
 
     os.environ["TESTS_BACKEND"] = config.getoption("--backend")
     os.environ[VARIABLE] = str(seed())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(CpuLimit.of(config))
 
 
 def pytest_report_header() -> str:
@@ -156,10 +159,22 @@ def pytest_collection_finish() -> None:
     from .harness.backend import take_backend
     from .harness.memory import spare_the_collector
 
-    # pytest listens to every logger, and that makes torch write its trace of each fake tensor for nobody.
-    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+    # torch writes its trace of each fake tensor, with the stack, for as long as this logger has a handler: one of torch
+    # that leaves at the first record, or one of pytest, which listens to each logger that passes nothing on.
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate = True
+    trace.handlers.clear()
     take_backend()
     spare_the_collector()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Run each test once more, where ``cpu_limit/`` measures it again."""
+    from .cpu_limit.limit import TWICE, run_once
+
+    if TWICE in os.environ:
+        run_once(item)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -167,6 +182,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Note the processor time of each test, as the property ``cpu`` in what ``--junitxml`` writes."""
     from .harness.cpu_time import cpu_seconds
 
+    if (marker := item.get_closest_marker("costly")) is not None:
+        (why,) = marker.args
+        item.user_properties.append(("costly", why))
     before = cpu_seconds()
     try:
         return (yield)

@@ -11,6 +11,10 @@ from typing import Any
 from .advice import advice
 from .dumped_stages import StageTables
 from .state import axes_of, inputs_of
+from .watched import watched
+
+WATCHED = "watched.jsonl"
+"""The name of the file of watched values."""
 
 _STAGE = re.compile(r"\d\d_\w+\.py")
 
@@ -32,6 +36,7 @@ def contents(files: Mapping[str, str]) -> dict[str, Any]:
         "axes": axes,
         "timelines": {kind: _timeline(each, report) for kind, each in _json(files, "timeline.json").items()},
         "graph": StageTables(texts, files.get("nodes.json", ""), did).to_dict(),
+        "watched": watched(files.get(WATCHED, "")),
         "inputs": [asdict(each) for each in inputs],
         "advice": {
             device: [asdict(each) for each in advice(memory, inputs, axes)]

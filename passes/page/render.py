@@ -8,7 +8,10 @@ from importlib.resources import files as resources
 from .contents import contents
 
 # In the order in which they use each other.
-_SCRIPTS = ("data", "format", "timeline", "memory", "rows", "graph", "details", "collectives", "mesh", "page")
+_SCRIPTS = (
+    *("data", "format", "timeline", "memory", "rows", "graph", "details", "collectives", "mesh", "watched"),
+    "page",
+)
 
 
 def render(files: Mapping[str, str]) -> str:

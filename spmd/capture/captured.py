@@ -81,6 +81,11 @@ class Captured:
         names = {each.name for each, node in zip(self.program.inputs, nodes, strict=True) if node in needed}
         return [each for k, each in enumerate(self.constants) if f"constant.{k}" in names]
 
+    @property
+    def leaves_something(self) -> bool:
+        """Whether a call puts something somewhere on this rank. Another may log less: ``if get_rank() == 0``."""
+        return bool(self.new_state or self.cleared_gradients or self.requires_grad or self.writes)
+
     def all_carried(self) -> Carried:
         """The state that becomes inputs, and the other sites that the program writes, which may hold tensors then."""
         sites = [write.target for write in self.writes if isinstance(write.target, ReadSite)]

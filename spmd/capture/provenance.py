@@ -46,6 +46,7 @@ from .checkpointing import Recomputed, recomputing
 from .tensor_attributes import check_outside
 from .unsupported import Refused, check_collective, check_op, refuse_regions
 from .values.kept_tensors import carry_kept
+from .values.own_collectives import OwnCollectives, result_of
 from .values.stand_ins import beside_the_graph, can_stand_in, stand_in
 
 _TORCH_OPS = {"aten", "prim", "prims"}
@@ -70,6 +71,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads = reads
         self.constants: frozenset[int] | None = None  # ids of tensors that are lifted; None: all that are found
+        self.collectives = OwnCollectives()
         self.updating = 0  # depth of Optimizer.step and zero_grad calls
         self.asked = 0  # how often the step has asked for the value of a tensor
         self._names = module_names
@@ -103,6 +105,10 @@ class Recorder(TorchDispatchMode):
                 answer_interrupt()
         if self.constants is not None:
             check_outside(func, args, self.constants)
+        if func.namespace == "c10d" and (copies := self.collectives.copies(func, args)) is not None:
+            for out, given in copies:
+                self._run_op(torch.ops.aten.copy_.default, (out, given), {})
+            return result_of(func, args)
         if check_collective(func):
             return beside_the_graph(func, args, kwargs or {})
         drawn = self._number(func, args, kwargs or {})

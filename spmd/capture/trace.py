@@ -44,7 +44,7 @@ from ..python_state.effects.lasting_hooks import refuse_lasting_hooks
 from ..python_state.lines import line_naming
 from ..python_state.reads import Change, Reads, ReadSite
 from ..python_state.reads.clocks import refused_clocks
-from ..python_state.reads.world_size import one_rank
+from ..python_state.reads.one_device import one_device
 from ..watching.traced import Watching
 from .attached import attached_attributes, attached_objects
 from .decompositions import first_trace_table
@@ -163,7 +163,7 @@ class Trace:
             recorder.constants = stack.enter_context(constants)
             stack.enter_context(mixed_precision(self.call))
             stack.enter_context(recorder)  # the outermost mode: no other Python code runs inside of an op
-            result = self._call_function(fakes, swap, watching)
+            result = self._call_function(fakes, swap, watching, recorder)
             watched.joined.clear()  # the step has ended
             self.cleared_first = frozenset(cleared.names)
             set_data.check_end()
@@ -175,7 +175,7 @@ class Trace:
             branches.check_end(self.final.slots)
             return self.final.traced()
 
-    def _call_function(self, fakes: Fakes, swap: StateSwap, watching: Watching) -> Any:
+    def _call_function(self, fakes: Fakes, swap: StateSwap, watching: Watching, recorder: Recorder) -> Any:
         stand_ins = self._stand_ins(fakes)
         args, kwargs = tree_unflatten(stand_ins, self.call.arguments.spec)
         leaves, found = self.call.arguments.leaves, self.call.arguments.found
@@ -196,7 +196,8 @@ class Trace:
             self.reads.journals.recorded_logging(),
             self.reads.refusals.refused_streams(),
             refused_clocks(),
-            one_rank(),
+            one_device() as place,
+            recorder.collectives.with_autograd(),
             tensors_as_text(),
             tensor_checks_as_ops(),
             ids_of_live_state(swap.live_and_fakes),
@@ -209,6 +210,7 @@ class Trace:
             watching.of_step(),
         ):
             result = self.function(*args, **kwargs)
+        recorder.collectives.check_end(place.asked_size)
         self.entries = list(containers.changes(names))
         return result
 

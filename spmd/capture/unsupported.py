@@ -25,6 +25,7 @@ from .._torch import (
 from ..call.refusals import refuse
 from ..interpreter.source_lines import named_at
 from ..python_state.reads import is_array
+from ..python_state.reads.one_device import behind_step
 from ..python_state.traced import holds_traced, known_number
 from .sizes.size_symbols import is_known
 
@@ -94,8 +95,10 @@ def check_results(leaves: Sequence[Any]) -> None:
 def with_known_numbers(leaf: Any) -> Any:
     """Return what the step returns or keeps, with values for symbols that no call computes anew.
 
-    These are conditions, each with a program for its answer, and what an array of numpy's has.
+    These are conditions, each with a program for its answer, and what an array of numpy's has. A rank is the process's
+    own behind the step.
     """
+    leaf = behind_step(leaf)
     if isinstance(leaf, torch.SymBool):
         return bool(leaf)
     if not (is_array(leaf) and getattr(getattr(leaf, "dtype", None), "hasobject", False)):

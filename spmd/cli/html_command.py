@@ -4,8 +4,10 @@ FOLDER is that of a program, or of a step with one program. The page loads nothi
 
     python -m spmd html runs/train_step
     python -m spmd html runs/train_step/program-0 --out step.html
+    python -m spmd html runs/train_step --watched norms.jsonl
 
-It ends with 0, and with 2 where FOLDER is wrong or the page cannot be written.
+Values that ``step.watch(..., to="norms.jsonl")`` wrote are charts of the page. It ends with 0, and with 2 where FOLDER
+is wrong or the page cannot be written.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import json
 from pathlib import Path
 
-from passes.page.contents import contents
+from passes.page.contents import WATCHED, contents
 from passes.page.render import render
 
 from .dump_folder import files_in, program_folder
@@ -24,6 +26,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``html`` to its parser."""
     command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
     command.add_argument("--out", metavar="FILE", type=Path, help="the file to write, by default FOLDER/report.html")
+    command.add_argument(
+        "--watched", metavar="FILE", type=Path, help="a file that step.watch(..., to=FILE) wrote, for charts"
+    )
     command.add_argument("--json", action="store_true", help="print what the page shows as JSON; write nothing")
 
 
@@ -32,6 +37,8 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         folder = program_folder(arguments.folder)
         files, out = files_in(folder), arguments.out or folder / "report.html"
+        if arguments.watched:
+            files[WATCHED] = arguments.watched.read_text(encoding="utf-8")
         if arguments.json:
             print(json.dumps(contents(files), indent=2))
             return 0

@@ -261,22 +261,23 @@ class Agreement:
                 "rank's own as a tensor with a row for each row of the batch"
             )
 
-    def agree(self, text: str, proposed: list[int]) -> list[int]:
-        """Wait for all ranks and return what rank 0 ``proposed``.
+    def agree(self, text: str, proposed: list[int], writes: bool = False) -> tuple[list[int], bool]:
+        """Wait for all ranks; returns what rank 0 ``proposed``, and whether any rank ``writes``.
 
         Raises ``RankMismatchError`` if a rank failed, did not come, or came with another ``text``.
         """
         digest = hashlib.sha256(text.encode()).hexdigest()
-        gathered = self._all_gather(["ready", proposed, digest, text[:_COMPARED]])
+        gathered = self._all_gather(["ready", proposed, digest, text[:_COMPARED], writes])
         different = [k for k, other in enumerate(gathered) if other[2] != gathered[0][2]]
         if different and self.connection is not None:
             one, other = self.connection.members.ranks[0], self.connection.members.ranks[different[0]]
             raise RankMismatchError(
                 f"expected {self.what} to be the same on all ranks, but rank {other} differs from rank {one}:\n"
                 f"{_first_difference(gathered[0][3], gathered[different[0]][3])}"
+                f"{_advice(gathered[0][3], gathered[different[0]][3])}"
             )
         self.is_reached = True
-        return list(gathered[0][1])
+        return list(gathered[0][1]), any(other[4] for other in gathered)
 
     def _all_gather(self, values: list[Any], first_line: float | None = None) -> list[list[Any]]:
         """Every rank's ``values``: a state, and what belongs to it. Raises ``RankMismatchError`` if a rank failed."""
@@ -314,6 +315,17 @@ def _first_difference(a: str, b: str) -> str:
             at = next((k for k, pair in enumerate(zip(line, other, strict=False)) if len({*pair}) > 1), 0)
             return f"  the one:   {_around(line, at)}\n  the other: {_around(other, at)}"
     return f"  the one:   ...{a[-80:]}\n  the other: ...{b[-80:]}"
+
+
+def _advice(a: str, b: str) -> str:
+    """The advice where outputs differ: a step that logs on one rank alone computes what others do not have."""
+    outputs = [[line for line in text.splitlines() if line.startswith("output ")] for text in (a, b)]
+    if outputs[0] == outputs[1]:
+        return ""
+    return (
+        "\nWhat a step returns, keeps, logs or prints of its values is computed on all ranks. Do so on each of them, "
+        "and show it on one; or return the value, and log it outside of the step"
+    )
 
 
 def _around(line: str, at: int) -> str:

@@ -51,6 +51,7 @@ class Compiled:
     identity: int  # equal on all ranks that run the same program
     uneven: dict[str, int]  # see ``Call``
     connection: Connection | None  # of the ranks that run it together
+    writes: bool  # whether a call puts something somewhere, on any of these: all of them end it together then
     guards: Guards
     copied: dict[str, str]  # see ``copied_state``
     any_size: AnySize | None = None  # the trace that it was made from, if that serves other sizes of its arguments, too
@@ -209,7 +210,7 @@ class Compiled:
         commit.check_fit()
         hold_signals()  # all messages of the program have left: other ranks may end the call
         shown = returned if restore is None else restore(returned)
-        if self.inputs.clears or self.inputs.written or self._results.are_kept:
+        if self.inputs.clears or self.inputs.written or self.writes:
             commit()  # all below is written on all ranks, or on none
         self.inputs.leave()
         for k in self.inputs.written:

@@ -42,13 +42,6 @@ class Results:
         self._copied_of = [outputs[k][0].of or "" for k in self._copied]
         self._layouts = [_layout(outputs[k][1].meta["val"]) for k in self._copied]
 
-    @property
-    def are_kept(self) -> bool:
-        """Whether some of what a call makes is put somewhere."""
-        captured = self._captured
-        state = captured.new_state or captured.cleared_gradients or captured.requires_grad
-        return bool(state or captured.writes)
-
     def write_state(self, returned: list[Any], arguments: Arguments, tensors: list[torch.Tensor]) -> None:
         """Put new state where eager would have put it."""
         captured = self._captured

@@ -75,8 +75,8 @@ def _ways(ranks: Sequence[SimulatedRank | Peer]) -> Iterator[None]:
         given = todo.pop(0)
         try:
             first.prepare(given)
-        except Exception as error:
-            if given and is_users(error):
+        except (Exception, SystemExit) as error:
+            if given and (isinstance(error, SystemExit) or is_users(error)):
                 continue
             raise
         answers = first.compiled.captured.answers

@@ -15,15 +15,16 @@ from passes.ir.collectives import is_collective
 from passes.runtime.answers import first_other
 from passes.runtime.rooms import most_rows
 
-from .._torch import tree_flatten_with_path
+from .._torch import tree_flatten_with_path, tree_map
 from ..answers.answer import Answers
 from ..call.argument_logs import Log, LogPath
 from ..call.found import with_found
 from ..call.rng import random_state_kept
 from ..call.state import Arguments, hyper_parameters_of, slots_of
 from ..capture.values.flex_attention import flex_attention_as_ops
+from ..capture.values.own_collectives import OnOneDevice, OwnCollectives
 from ..deferral.pending import calling, finish_pending
-from ..python_state.reads.world_size import one_rank
+from ..python_state.reads.one_device import behind_step, one_device
 from ..ranks.differences import Difference, difference, rounding_of
 from .compare_bits import compare_bits
 from .compared_stages import kept, stages_of
@@ -126,8 +127,15 @@ class PlainStep:
     def run(self) -> Any:
         """One step; returns its result."""
         # Hooks of a backward run in this thread, which is answered; FlexAttention has no backward on the CPU.
-        with torch.autograd.set_multithreading_enabled(False), one_rank(), flex_attention_as_ops():
-            return self.subject.function(*self.copied.args, **self.copied.kwargs)
+        collectives = OwnCollectives()
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            one_device(),
+            collectives.with_autograd(),
+            OnOneDevice(collectives),
+            flex_attention_as_ops(),
+        ):
+            return tree_map(behind_step, self.subject.function(*self.copied.args, **self.copied.kwargs))
 
     def given(self) -> Arguments:
         """Its arguments, with what else it reaches."""

@@ -101,7 +101,8 @@ def trained(rank: int, world: int, case: Accumulates, sizes: dict[str, int], mod
 @pytest.mark.parametrize(
     "case, sizes, mode",
     [
-        (Accumulates(), {"pp": 2, "dp": 2}, STAGES),
+        (Accumulates(), {"pp": 2, "dp": 1}, STAGES),  # collectives of a stage's ranks: as those of ranks without stages
+        pytest.param(Accumulates(), {"pp": 2, "dp": 2}, STAGES, marks=pytest.mark.exhaustive),
         pytest.param(Clears(), {"dp": 2}, {"defer_updates": True}, marks=pytest.mark.exhaustive),
         (Clears(), {"dp": 2}, {"defer_updates": True, "parallel_style": "fully_shard"}),
         pytest.param(  # as the stages have them

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 STYLES = ("replicate", "fully_shard", "default")
 STYLES_ON_RANKS = (("replicate", 2), ("fully_shard", 3))  # hardly any size divides by three
-# "replicate" is the same on more ranks, and a third one costs as much as each of two.
-STYLES_IN_TURN = (("fully_shard", 3), *(("replicate", 2), ("fully_shard", 2)) * 2)
-THREE_IN_TURN = (("fully_shard", 3), ("replicate", 2), ("shard_optimizer", 2))
+# "replicate" is the same on more ranks, and a third one costs as much as each of two: parts for three are uneven in
+# other places, whatever a step computes. Tests of losses and of modules have them in each run, others if exhaustive.
+ON_THREE = ("fully_shard", 3)
+STYLES_IN_TURN = (("fully_shard", 2), *(("replicate", 2), ("fully_shard", 2)) * 2)
+THREE_IN_TURN = (("fully_shard", 2), ("replicate", 2), ("shard_optimizer", 2))
 
 _KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05}),
@@ -41,10 +43,18 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def in_turn(
-    request: pytest.FixtureRequest, which: int, styles: Sequence[tuple[str, int]] = STYLES_IN_TURN
+    request: pytest.FixtureRequest,
+    which: int,
+    styles: Sequence[tuple[str, int]] = STYLES_IN_TURN,
+    more: Sequence[tuple[str, int]] = (ON_THREE,),
 ) -> Sequence[tuple[str, int]]:
-    """The styles and worlds for the test that is number ``which`` of its kind: one of them, or all if exhaustive."""
-    return list(dict.fromkeys(styles)) if request.config.getoption("--exhaustive") else [styles[which % len(styles)]]
+    """The styles and worlds for the test that is number ``which`` of its kind: one of them, or all if exhaustive.
+
+    ``more``: those that are for exhaustive runs alone.
+    """
+    if request.config.getoption("--exhaustive"):
+        return list(dict.fromkeys([*more, *styles]))
+    return [styles[which % len(styles)]]
 
 
 def mlp(*sizes: int) -> nn.Sequential:

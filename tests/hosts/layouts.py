@@ -114,7 +114,9 @@ LAYOUTS = {
 }
 
 # In every run each style has one rank on each host, or two, and either optimizer; these have the others.
-REST = ("kept whole", "fully_shard", "shard_optimizer, four", "replicate, four")
+# Nor need what is deferred or has equal bits have a hybrid mesh: each of the three is there by itself.
+REST = ("kept whole, four", "fully_shard", "shard_optimizer, four", "replicate, four")
+REST += ("equal bits, hybrid", "deferred, hybrid")
 
 
 @dataclass(frozen=True)

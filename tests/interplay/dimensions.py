@@ -153,12 +153,7 @@ REFUSED: dict[str, Excludes] = {
     ),
     "it branches on the value of a tensor, which a step cannot": lambda row: (
         _has(row, "op", "branch on a value")
-        and (
-            _has(row, "deferral", "yes")
-            or _lacks(row, "micro_batches", "1")
-            or _has(row, "bits", "same")
-            or _has(row, "mesh", *_STAGES)
-        )
+        and (_has(row, "deferral", "yes") or _has(row, "bits", "same") or _has(row, "mesh", *_STAGES))
     ),
     "expected no gm_transformation with stages": lambda row: (
         _has(row, "mesh", *_STAGES) and _has(row, "backend", "graph copied")

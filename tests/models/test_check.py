@@ -17,7 +17,7 @@ from .examine import Training
 from .zoo import ROWS
 
 STYLES = ("replicate", "fully_shard")
-IN_A_RUN = 2  # models, others with each commit; `--exhaustive` takes all
+IN_A_RUN = 1  # model, another with each commit; `--exhaustive` takes all
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

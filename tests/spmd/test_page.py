@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 import spmd
+from passes.page.contents import WATCHED
 from passes.page.render import render
 from tests.harness.cases import MLP
 from tests.harness.structure import compile_on_fake_ranks, regression
@@ -176,3 +179,23 @@ def test_light_and_dark(opened: Opened) -> None:
         opened.page.emulate_media(color_scheme=scheme)
         grounds.append(opened.page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert grounds == ["rgb(246, 246, 244)", "rgb(20, 23, 26)"]
+
+
+def test_watched_values_are_charts(written: tuple[Any, Path, spmd.CompiledStep], tmp_path: Path) -> None:
+    browser, _, step = written
+    values = [{"w": {"norm": 10.0**-k}, "b": {"norm": 2.0 if k < 4 else math.nan}} for k in range(5)]
+    lines = [{"call": k, "values": each} for k, each in enumerate(values)]
+    files = {"report.json": json.dumps(step.report().to_dict()), WATCHED: "\n".join(map(json.dumps, lines))}
+    path, errors = tmp_path / "watched.html", list[str]()
+    path.write_text(render(files), encoding="utf-8")
+    page = browser.new_page()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(path.as_uri())
+    page.wait_for_selector("body[data-ready]")
+    assert page.locator("#watched .chart path").count() == 2
+    assert page.inner_text("#watched .exposed") == "b is NaN in call 4."
+    page.locator("#watched .names button:has-text('w')").focus()
+    assert page.inner_text("#watched [role=status]") == "w: 0.0001 in call 4"
+    assert page.locator("#watched path.chosen").count() == 1
+    page.close()
+    assert errors == []

@@ -95,6 +95,7 @@ startMemory();
 emptyDetails();
 graph.start();
 held.start();
+startWatched();
 startCompiling();
 document.body.dataset.ready = "yes";
 requestAnimationFrame(() => performance.mark("ready"));

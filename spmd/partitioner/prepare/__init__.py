@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from passes import Program
 
+from .counted import count_truths
 from .joined_cuts import view_joined_cuts
 from .masked_scatter import lower_masked_scatters
 
@@ -13,4 +14,4 @@ def prepared(program: Program, parts: int = 1) -> Program:
 
     ``program`` is left as it is.
     """
-    return lower_masked_scatters(view_joined_cuts(program), parts)
+    return count_truths(lower_masked_scatters(view_joined_cuts(program), parts))

@@ -10,17 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from passes import Program
-from passes.ir.edit import insert_before
-from passes.ir.meta import Relation
 from passes.runtime.places_in_rows import places
 
-from .traced_ops import traced_ops
+from .traced_ops import inlined
 
 aten = torch.ops.aten
 _OPS = (aten.masked_scatter.default, aten.masked_scatter_backward.default)
@@ -36,7 +33,7 @@ def lower_masked_scatters(program: Program, parts: int = 1) -> Program:
         return program
     program = program.copy()
     for node in [each for each in program.graph.nodes if each.target in _OPS]:
-        node.replace_all_uses_with(_inlined(node, _lowered(node, parts)))
+        node.replace_all_uses_with(inlined(node, _lowered(node, parts)))
         program.graph.erase_node(node)
     return program
 
@@ -110,18 +107,3 @@ def _in_parts(mask: Tensor, count: int, width: int, parts: int, op: str) -> tupl
     own = mask.reshape(parts, -1, width)
     at = places(own[:, :, 0], count // parts // width, op)
     return own, at[:, :, None].expand(-1, -1, width)
-
-
-def _inlined(node: fx.Node, function: Callable[..., Any]) -> fx.Node:
-    """The result of ``function``, of whose ops nodes are made in the place of ``node``."""
-    traced = traced_ops(function, node.args)
-    given = [arg for arg in node.args if isinstance(arg, fx.Node)]
-    copies: dict[Any, fx.Node] = dict(zip(traced.find_nodes(op="placeholder"), given, strict=True))
-    (result,) = traced.output_node().args
-    for inner in (each for each in traced.nodes if each.op == "call_function"):
-        args, kwargs = fx.map_arg((inner.args, inner.kwargs), copies.__getitem__)
-        relation = Relation.REPLACEMENT if inner is result else Relation.STEP
-        copies[inner] = insert_before(
-            node, inner.target, *args, like=node, relation=relation, kwargs=kwargs, val=inner.meta["val"]
-        )
-    return copies[result]

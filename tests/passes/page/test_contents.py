@@ -11,6 +11,7 @@ from passes.page.advice import advice
 from passes.page.contents import contents
 from passes.page.render import render
 from passes.page.state import Held, axes_of, inputs_of
+from passes.page.watched import watched
 
 REPORT: dict[str, Any] = {"name": "step/program-0", "mesh": "dp=2 x tp=4", "every": [], "memory": {}, "history": []}
 REPORT |= {"traffic": [], "notes": [], "seconds": {}, "estimated": None, "passes": []}
@@ -87,3 +88,26 @@ def test_foreign_text_is_text() -> None:
 def test_other_files_are_refused(files: dict[str, str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         contents(files)
+
+
+def lines(values: list[dict[str, dict[str, float]]]) -> str:
+    return "".join(json.dumps({"call": k + 1, "values": each}) + "\n" for k, each in enumerate(values))
+
+
+def test_watched_values_are_rows_of_a_chart_for_each_statistic() -> None:
+    nan = float("nan")
+    text = lines([{"a": {"norm": 1.0, "nan": 0}}, {"a": {"norm": nan}, "b": {"norm": -float("inf")}}])
+    assert watched(text) == [
+        {"statistic": "norm", "calls": [1, 2], "rows": [["a", [1.0, "NaN"]], ["b", [None, "-Infinity"]]]},
+        {"statistic": "nan", "calls": [1], "rows": [["a", [0.0]]]},
+    ]
+    assert watched("") == []
+    (chart,) = watched(lines([{"a": {"max": k}} for k in range(5_001)]))
+    assert len(chart["calls"]) <= 2_000 and (chart["calls"][0], chart["calls"][-1]) == (1, 5_001)
+    assert [each - 1 for each in chart["calls"]] == chart["rows"][0][1]
+
+
+@pytest.mark.parametrize("line", ["x", "[1]", '{"call": 1}', '{"call": 1, "values": {"a": {"norm": "?"}}}'])
+def test_other_lines_than_those_of_watch_are_refused(line: str) -> None:
+    with pytest.raises(ValueError, match=r"line 2 of the watched values is none that step\.watch"):
+        watched(lines([{}]) + line)

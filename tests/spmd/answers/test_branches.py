@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,46 @@ def test_every_answer_computes_what_the_plain_step_does(ranks: Ranks, number: in
     for lines, programs in ranks.run(2, differences, case, _MODES[number % 3]):
         assert not lines, "\n".join(lines[:12])
         assert programs == _PROGRAMS.get(loop, programs)
+
+
+_IN_PARTS = ("returns_early", "clips_what_is_large", "looks_at_each_gradient", "lowers_its_rate")
+
+
+@pytest.mark.costly("a program for each of three answers, on each rank")
+@pytest.mark.parametrize("loop", _IN_PARTS)
+def test_what_follows_from_sums_over_all_parts_may_be_asked(ranks: Ranks, loop: str) -> None:
+    """Of three parts of four rows, or two; a call looks at the answer when the last of them has run."""
+    number = _IN_PARTS.index(loop) % 2
+    case = Branching(loop, ("SGD momentum", "AdamW")[number])
+    mode = {"parallel_style": ("fully_shard", "replicate")[number], "micro_batches": (3, 2)[number]}
+    for lines, programs in ranks.run(2, differences, case, mode):
+        assert not lines, "\n".join(lines[:12])
+        assert programs == _PROGRAMS.get(loop, 3)
+
+
+def _asks_each_part(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    mean = model(x).mean()
+    if mean > 0:
+        return mean
+    loss = (model(x) - mean - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "function, mode, message",
+    [
+        (LOOPS[5], {}, r"loss = F\.mse_loss.* is a sum over the whole batch that each micro-batch needs"),
+        (_asks_each_part, {"statistics": "per_micro_batch"}, r"has of its own, and leaves the step as torch\.bool"),
+    ],
+)
+def test_what_a_part_alone_knows_may_not_be_asked(function: Any, mode: dict[str, Any], message: str) -> None:
+    model, optimizer = Branching("").build()
+    step = spmd.compile(parallel_mode=spmd.DataParallel(micro_batches=2, **mode))(function)
+    with pytest.raises(spmd.PartitionError, match=message):
+        step(model, optimizer, torch.ones(4, 3).double(), torch.ones(4, 1).double())
 
 
 @pytest.mark.usefixtures("alone")
@@ -180,7 +221,7 @@ def test_ranks_that_would_go_different_ways_all_raise(ranks: Ranks) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("number", [0, 3, 6])
+@pytest.mark.parametrize("number", [0, pytest.param(3, marks=pytest.mark.exhaustive), 6])
 def test_each_way_is_verified_and_certified(number: int) -> None:
     case = Branching(LOOPS[number].__name__)
     step, (model, optimizer) = spmd.compile(LOOPS[number]), case.build()
@@ -189,6 +230,32 @@ def test_each_way_is_verified_and_certified(number: int) -> None:
         assert spmd.verify(step, model, optimizer, x, y, world=2)
     certificate = spmd.certify(step, model, optimizer, x, y, world=2)
     assert certificate and certificate.ways == {0: 2, 3: 3, 6: 5}[number]
+
+
+def _exits(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = (model(x) - y).square().mean()
+    if not math.isfinite(loss.item()):
+        sys.exit(1)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.costly("verified, certified and run for both answers")
+@pytest.mark.usefixtures("alone")
+def test_a_step_in_parts_that_ends_the_process_is_verified_and_certified() -> None:
+    """The usual check of a loop: stop at a loss that is not finite."""
+    step = spmd.compile(parallel_mode=spmd.DataParallel("fully_shard", micro_batches=2))(_exits)
+    model, optimizer = Branching("").build()
+    x, y = torch.randn(8, 3).double(), torch.randn(8, 1).double()
+    assert spmd.verify(step, model, optimizer, x, y, world=2)
+    assert spmd.certify(step, model, optimizer, x, y, world=2).ways == 1
+    step(model, optimizer, x, y)
+    before = model[0].weight.clone()
+    with pytest.raises(SystemExit):
+        step(model, optimizer, x, y * torch.nan)
+    assert torch.equal(model[0].weight, before)
 
 
 @pytest.mark.usefixtures("alone")

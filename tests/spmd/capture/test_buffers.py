@@ -270,9 +270,6 @@ CASES = {
 }
 
 
-IN_TURN = (*THREE_IN_TURN, *((style, 2) for style, _ in THREE_IN_TURN))
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("is_due", [lambda calls: calls.item() % 2 == 0, lambda calls: int(calls) > 3])
 def test_a_branch_on_a_number_that_each_call_changes_is_refused(is_due: Any) -> None:
@@ -290,7 +287,7 @@ def test_every_model_is_in_a_case() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_buffers_are_those_of_the_plain_step(ranks: Ranks, name: str, request: pytest.FixtureRequest) -> None:
-    for style, world in in_turn(request, list(CASES).index(name), IN_TURN):
+    for style, world in in_turn(request, list(CASES).index(name), THREE_IN_TURN):
         assert_agrees(ranks, world, CASES[name], style)
 
 

@@ -141,7 +141,7 @@ CASES = [
     ("gpt2", "fully_shard"),
     ("llama, tied", "replicate"),
     ("llama", "tensor parallel"),
-    pytest.param("llama, tied", "fully_shard", marks=pytest.mark.slow),
+    pytest.param("llama, tied", "fully_shard", marks=pytest.mark.exhaustive),  # GPT-2 is tied, too
     pytest.param("bert", "fully_shard", marks=pytest.mark.slow),
     pytest.param("mixtral", "fully_shard", marks=pytest.mark.slow),
 ]

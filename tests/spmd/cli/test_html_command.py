@@ -54,6 +54,15 @@ def test_a_dump_and_a_report_have_one_page(
     assert (tmp_path / "step.html").read_text() == written.read_text()
 
 
+def test_watched_values_are_added(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = tmp_path / "norms.jsonl"
+    values.write_text('{"call": 1, "values": {"w": {"norm": 2.0}}}\n')
+    assert run(folder, "--watched", values, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)["watched"]
+    assert shown == [{"statistic": "norm", "calls": [1], "rows": [["w", [2.0]]]}]
+    assert run(folder, "--watched", tmp_path / "none") == 2
+
+
 def test_json_is_what_the_page_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "--json") == 0
     shown = json.loads(capsys.readouterr().out)

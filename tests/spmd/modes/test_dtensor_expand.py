@@ -84,7 +84,7 @@ def run_with_a_batch_over_both_axes(rank: int, world: int, case: Case, params: M
 
 # Every two options meet.
 @pytest.mark.parametrize("case, optimizer, passes", [
-    (EVEN, "SGD momentum", ()),
+    pytest.param(EVEN, "SGD momentum", (), marks=pytest.mark.exhaustive),
     (UNEVEN, "SGD momentum", None),
     pytest.param(replace(EVEN, blocks=2), "SGD", None, marks=pytest.mark.exhaustive),
 ], ids=lambda each: f"{each.blocks} x {each.sizes}" if isinstance(each, Blocks) else str(each))  # fmt: skip

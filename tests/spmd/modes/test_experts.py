@@ -53,8 +53,13 @@ def verified(form: Any, mesh: dict[str, int], passes: Any = (), **options: Any) 
     ("ends", {"dp": 2, "ep": 2}, {"passes": None, "parallel_style": "fully_shard", **OVER_TWO}),
     ("ends", {"dp": 2, "ep": 2}, {"passes": None, "shard_optimizer": True, **OF_THEIR_OWN}),
     ("ends", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **AS_ONE}),
-    ("numbers", {"dp": 2, "ep": 2}, {"parallel_style": "replicate", **OVER_TWO}),
-    ("capacity", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **OVER_TWO}),
+    # The other forms in every run: test_any_routing_on_ranks, test_experts_of_split_sequences.
+    pytest.param(
+        "numbers", {"dp": 2, "ep": 2}, {"parallel_style": "replicate", **OVER_TWO}, marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(
+        "capacity", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **OVER_TWO}, marks=pytest.mark.exhaustive,
+    ),
     ("ends", {"tp": 2, "ep": 2}, {"params": OVER_TP, **OVER_BATCH}),
     pytest.param(
         "capacity", {"tp": 2, "ep": 2}, {"parallel_style": "fully_shard", "params": OVER_TP, **OVER_BATCH},
@@ -197,7 +202,10 @@ def test_rows_that_no_expert_has_and_uneven_parts(form: Any, mesh: dict[str, int
     pytest.param("Mixtral", "grouped_mm", {"ep": 4}, OVER_BATCH, marks=pytest.mark.exhaustive),
     pytest.param("Qwen3Moe", "batched_mm", {"ep": 4}, OVER_BATCH, marks=pytest.mark.exhaustive),
     ("DeepseekV3", "grouped_mm", {"ep": 4}, OVER_BATCH),
-    ("GptOss", "grouped_mm", {"dp": 2, "ep": 2}, {"micro_batches": 2, **OVER_TWO}),
+    # Part by part in groups, in every run: test_own_order.py.
+    pytest.param(
+        "GptOss", "grouped_mm", {"dp": 2, "ep": 2}, {"micro_batches": 2, **OVER_TWO}, marks=pytest.mark.exhaustive,
+    ),
 ])  # fmt: skip
 def test_models_of_transformers(
     monkeypatch: pytest.MonkeyPatch, name: str, implementation: str, mesh: dict[str, int], options: dict[str, Any]
@@ -289,7 +297,7 @@ def with_little_room(rank: int, world: int) -> tuple[list[str], list[str], list[
     harness.ROWS, fewest, placements.FEWEST = 256, placements.FEWEST, 8
     try:
         torch.manual_seed(0)
-        case = Training()
+        case = Training(alone=True)
         mode = spmd.DataParallel("fully_shard", axes={"batch": "dp", "experts": "dp"})
         step, objects, got, notes, sent = spmd.compile(case.step, parallel_mode=mode), case.build(), [], [], []
         for k in range(3):
@@ -331,7 +339,7 @@ def checked_and_recorded(rank: int, world: int, folder: str) -> tuple[list[str],
     rows, fewest, harness.ROWS, placements.FEWEST = harness.ROWS, placements.FEWEST, 64, 8
     try:
         torch.manual_seed(0)
-        case = WritesFirst()
+        case = WritesFirst(alone=True)
         step, objects = spmd.compile(case.step, parallel_mode=spmd.DataParallel(**OVER_DP), check="first"), case.build()
         step.record(folder)
         got = [snapshot(step(*objects, *case.part(rank, k)), objects) for k in range(2)]

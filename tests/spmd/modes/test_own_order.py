@@ -276,7 +276,7 @@ def with_little_room(rank: int, world: int) -> tuple[list[str], list[str]]:
     harness.ROWS, fewest, placements.FEWEST = 64, placements.FEWEST, 8
     try:
         torch.manual_seed(0)
-        case, mesh = OneGroup(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        case, mesh = OneGroup(alone=True), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
         mode = spmd.DataParallel(mesh=mesh, **OVER_TWO)
         step, objects = spmd.compile(case.step, parallel_mode=mode, passes=()), case.build()
         got = [snapshot(step(*objects, *case.part(rank, k)), objects) for k in range(2)]

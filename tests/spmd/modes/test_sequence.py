@@ -125,7 +125,8 @@ def certified(given: tuple[Any, ...], world: int = 2, step: Any = train, passes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention, length, kv, causal, ranks, mode", [
-    ("gather", 8, 2, True, 2, {"parallel_style": "fully_shard"}),
+    # In every run on two ranks of gloo: test_five_steps_on_gloo_ranks.
+    pytest.param("gather", 8, 2, True, 2, {"parallel_style": "fully_shard"}, marks=pytest.mark.exhaustive),
     ("gather", 5, 4, True, 3, {}),  # in six parts, of which one is empty
     pytest.param("ring", 16, 2, True, 4, {}, marks=pytest.mark.exhaustive),
     ("ring", 10, 1, True, 3, {"parallel_style": "fully_shard"}),
@@ -434,7 +435,7 @@ def run_forms(rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", LENGTHS)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_five_steps_on_gloo_ranks(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, run_forms) == [[]] * world
 

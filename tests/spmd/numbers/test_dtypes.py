@@ -78,7 +78,12 @@ def changes(made: Callable[[], nn.Module], x: Tensor, optimizer: str, call: Any)
     return [(new - old).detach().float() for new, old in zip(model.parameters(), before.parameters(), strict=True)]
 
 
-@pytest.mark.parametrize(("name", "dtype", "optimizer"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype", "optimizer"),
+    # Their ops in bfloat16, where less rounding is hidden, and float32 by other layers, in every run.
+    [pytest.param(*c, marks=[pytest.mark.exhaustive] * (c[:2] == ("recurrent", torch.float32))) for c in CASES],
+    ids=str,
+)
 def test_a_step_changes_what_the_plain_one_changes(name: str, dtype: torch.dtype, optimizer: str) -> None:
     made, shape = MODELS[name]
     x = torch.randn(shape).to(dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.harness.cases import MLP, THREE_IN_TURN, in_turn, make_optimizer, mlp
+from tests.harness.cases import MLP, ON_THREE, THREE_IN_TURN, in_turn, make_optimizer, mlp
 from tests.harness.oracle import Case, Later, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
@@ -168,6 +168,6 @@ OTHER_IN_EVAL = ("buffers assigned", "batch norm")
 def test_modules_of_every_kind_train_as_in_the_plain_step(
     ranks: Ranks, name: str, request: pytest.FixtureRequest
 ) -> None:
-    for style, world in in_turn(request, list(CASES).index(name), THREE_IN_TURN):
+    for style, world in in_turn(request, list(CASES).index(name), (ON_THREE, *THREE_IN_TURN[1:])):
         case = Later(CASES[name]) if name in OTHER_IN_EVAL else CASES[name]
         assert_agrees(ranks, world, case, style, steps=5 if name in OTHER_IN_EVAL else 3)

@@ -12,7 +12,7 @@ import spmd
 from spmd import Certificate, placements
 from spmd.rules.experts import exchange_rows
 from tests.harness import experts as harness
-from tests.harness.experts import CHOSEN, EXPERTS, WIDTH, Mixture, Training
+from tests.harness.experts import CHOSEN, EXPERTS, WIDTH, Alone, Mixture, Training
 from tests.spmd.modes.test_experts import MUTANTS, without_the_first_slot
 
 pytestmark = pytest.mark.slow
@@ -56,10 +56,10 @@ def test_an_exchange_is_shown_and_a_lost_row_is_not(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(harness, "ROWS", 64)
     monkeypatch.setattr(placements, "FEWEST", 8)
     mesh, options = {"ep": 4}, {"axes": {"batch": "ep", "experts": "ep"}}
-    found = certificate("ends", mesh, **options)
+    found = certificate("ends", mesh, Alone, **options)
     assert found and found.routed, found
     monkeypatch.setattr(exchange_rows._Messages, "_exchanged", without_the_first_slot)
-    assert not certificate("ends", mesh, **options)
+    assert not certificate("ends", mesh, Alone, **options)
 
 
 @pytest.mark.parametrize("mutant", ["dropped row", *(pytest.param(m, marks=pytest.mark.exhaustive) for m in MUTANTS)])
