@@ -150,7 +150,29 @@ def _ours() -> Table:
         aten.std.correction: lambda *args, **kwargs: _var_mean(*args, **kwargs)[0].sqrt(),
         aten.nll_loss_forward.default: _nll_loss(aten.nll_loss_forward.default),
         aten.nll_loss2d_forward.default: _nll_loss(aten.nll_loss2d_forward.default),
+        aten.multi_margin_loss_backward.default: _multi_margin_backward,
     }
+
+
+def _multi_margin_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    p: float,
+    margin: float,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+) -> torch.Tensor:
+    """Each class within the margin of its row's own one is pushed down, and that one up by their sum."""
+    rows, own = x.reshape(-1, x.shape[-1]), target.reshape(-1, 1)
+    gap = margin - rows.gather(1, own) + rows
+    down = (gap > 0).to(x.dtype) if p == 1 else 2 * gap.clamp(min=0)
+    down = (down if weight is None else down * weight[own]) / x.shape[-1]
+    is_own = torch.arange(x.shape[-1], device=x.device) == own
+    down = down.masked_fill(is_own, 0)
+    found = torch.where(is_own, -down.sum(1, keepdim=True), down)
+    scale = grad / rows.shape[0] if reduction == 1 else grad  # 1 is the mean
+    return (found * scale.reshape(-1, 1)).reshape(x.shape)
 
 
 def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -117,6 +117,18 @@ def policy(m: nn.ModuleDict, ids: Tensor, h: Tensor, given: Tensor) -> dict[str,
     }
 
 
+@group
+def margins(m: nn.ModuleDict, ids: Tensor, h: Tensor, given: Tensor) -> dict[str, Tensor]:
+    """Classes that should stay a margin below that of their token."""
+    score, label = m["head"](h).flatten(0, 1), ids.flatten()
+    weight = torch.arange(1.0, TOKENS + 1, dtype=h.dtype)
+    return {
+        "mean": F.multi_margin_loss(score, label),
+        "squares": F.multi_margin_loss(score, label, p=2, margin=0.5, weight=weight, reduction="sum") / len(label),
+        "each": F.multi_margin_loss(score, label, weight=weight, reduction="none") * given[..., 0].flatten(),
+    }
+
+
 @dataclass(frozen=True)
 class Rows(Case):
     """A model of tokens whose output goes through one of the groups; each rank has four rows of its own."""
