@@ -700,11 +700,17 @@ def finished_work() -> Any:
     return Work.boxed(FakeWork())
 
 
+def _in_this_thread(body: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """``body`` in the thread that runs now, and ``other`` in all others."""
+    thread = threading.get_ident()
+    return lambda *args, **kwargs: (body if threading.get_ident() == thread else other)(*args, **kwargs)
+
+
 @contextmanager
 def object_collectives(body: Callable[..., Any]) -> Iterator[None]:
     """Call ``body`` where torch begins to send a Python object to other ranks. 2.11 to 2.15."""
     before = distributed_c10d._object_to_tensor
-    distributed_c10d._object_to_tensor = body
+    distributed_c10d._object_to_tensor = _in_this_thread(body, before)
     try:
         yield
     finally:
@@ -722,7 +728,9 @@ def autograd_collectives(bodies: Mapping[str, Callable[..., Any]]) -> Iterator[N
     if module is None:  # nobody has imported them
         yield
         return
-    new: dict[str, Any] = {name: SimpleNamespace(apply=body) for name, body in bodies.items()}
+    new: dict[str, Any] = {
+        name: SimpleNamespace(apply=_in_this_thread(body, getattr(module, name).apply)) for name, body in bodies.items()
+    }
     new |= {name: lambda *_, **__: None for name in ("_not_supported_under_compile",) if hasattr(module, name)}
     before = {name: getattr(module, name) for name in new}
     vars(module).update(new)

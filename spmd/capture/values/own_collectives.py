@@ -100,9 +100,15 @@ class OwnCollectives:
                 raise Refused(f"it gathers over a group of some ranks. {LEAVE_OUT}")
             return (tensor.clone(),)
 
+        def exchanged(group: Any, outs: Sequence[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+            if len(outs) > 1 or len(tensors) > 1:
+                raise Refused(f"it exchanges a tensor with each of several ranks. {LEAVE_OUT}")
+            return gathered(group, *tensors)
+
         bodies: dict[str, Callable[..., Any]] = {
             "_AllReduce": reduced,
             "_AllGather": gathered,
+            "_AlltoAll": exchanged,
             "_Reduce": lambda source, op, group, tensor: reduced(op, group, tensor),
             "_Broadcast": lambda source, group, tensor: gathered(group, tensor)[0],
         }
@@ -158,6 +164,19 @@ def _scattered(outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], *_: An
     return [(out, each) for out, (each,) in zip(outs, given, strict=True)]
 
 
+def _all_to_all(outs: Sequence[Tensor], given: Sequence[Tensor], *_: Any) -> Copies:
+    (out,), (each,) = outs, given
+    return [(out, each)]
+
+
+def _all_to_all_single(
+    out: Tensor, given: Tensor, _: Any, outs: Sequence[int], sizes: Sequence[int], *__: Any
+) -> Copies:
+    if len(outs) > 1 or len(sizes) > 1:
+        raise ValueError("a size for each of several ranks")
+    return [(out, given)]
+
+
 _PAIRS: dict[str, Callable[..., Copies]] = {
     "allreduce_": _nothing,
     "allreduce_coalesced_": _nothing,
@@ -172,6 +191,6 @@ _PAIRS: dict[str, Callable[..., Copies]] = {
     "reduce_scatter_": _scattered,
     "reduce_scatter_tensor_coalesced_": _each,
     "_reduce_scatter_base_": _one,
-    "alltoall_": _each,
-    "alltoall_base_": _one,
+    "alltoall_": _all_to_all,
+    "alltoall_base_": _all_to_all_single,
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import get_rank, get_world_size
 
 from ..._torch import place_in_world
@@ -26,7 +27,7 @@ _RANK: CodeType = get_rank.__code__
 class OwnRank(int):
     """The rank in a step: 0 where a step computes or indexes with it, the process's own where it is compared or shown.
 
-    A step takes its rows out of gathered ones by its rank, and there is one part of them.
+    A step takes its rows out of gathered ones by its rank, and there is one part of them. A tensor computes with it.
     """
 
     shown: int
@@ -37,23 +38,23 @@ class OwnRank(int):
         made.shown = rank
         return made
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self.shown == behind_step(other))
+    def __eq__(self, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Tensor) else self.shown == behind_step(other)
 
-    def __ne__(self, other: object) -> bool:
-        return bool(self.shown != behind_step(other))
+    def __ne__(self, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Tensor) else self.shown != behind_step(other)
 
-    def __lt__(self, other: Any) -> bool:
-        return bool(self.shown < behind_step(other))
+    def __lt__(self, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Tensor) else self.shown < behind_step(other)
 
-    def __le__(self, other: Any) -> bool:
-        return bool(self.shown <= behind_step(other))
+    def __le__(self, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Tensor) else self.shown <= behind_step(other)
 
-    def __gt__(self, other: Any) -> bool:
-        return bool(self.shown > behind_step(other))
+    def __gt__(self, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Tensor) else self.shown > behind_step(other)
 
-    def __ge__(self, other: Any) -> bool:
-        return bool(self.shown >= behind_step(other))
+    def __ge__(self, other: Any) -> Any:
+        return NotImplemented if isinstance(other, Tensor) else self.shown >= behind_step(other)
 
     def __hash__(self) -> int:
         return hash(self.shown)

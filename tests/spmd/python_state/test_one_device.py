@@ -55,6 +55,7 @@ def test_the_rank_in_a_step_says_who_logs_and_counts_from_zero() -> None:
     assert f"{rank} {rank:02d} {rank!r} %d" % 1 == "3 03 3 1" and str(rank) == "3"
     assert 8 * rank == 0 and ["own", "other"][rank] == "own" and range(rank, rank + 2) == range(2)
     assert torch.equal(torch.arange(2) + 2 * rank, torch.arange(2))
+    assert (rank == torch.arange(2)).tolist() == (torch.arange(2) == rank).tolist() == [True, False]
     assert pickle.loads(pickle.dumps(rank)) == 3 and type(copy.deepcopy(rank)) is int
     assert not OwnRank(0) and max(OwnRank(1), OwnRank(2)) == 2
 

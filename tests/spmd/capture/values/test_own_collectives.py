@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import spmd
 from passes import CaptureError
+from spmd._torch import distributed_c10d, object_collectives
 from tests.harness.cases import make_optimizer
 from tests.harness.fake import fake_world
 from tests.harness.oracle import random_generator
@@ -169,6 +171,15 @@ def gathers_for_all(loss: Tensor) -> None:
     dist.all_gather([torch.zeros_like(loss) for _ in range(OUTSIDE)], loss)
 
 
+def exchanges_for_all(loss: Tensor) -> None:
+    dist.all_to_all([torch.zeros_like(loss) for _ in range(OUTSIDE)], [loss] * OUTSIDE)
+
+
+def exchanges_parts(loss: Tensor) -> None:
+    rows = loss.expand(4).clone()
+    dist.all_to_all_single(torch.zeros_like(rows), rows, [1, 3], [3, 1])
+
+
 def sends_objects(loss: Tensor) -> None:
     dist.all_gather_object([None, None], "text")
 
@@ -195,6 +206,8 @@ SOME: list[Any] = []  # a group
     [
         (sums, r"sums over the ranks.*test_own_collectives.py:\d+: dist.all_reduce.*ReduceOp.AVG.*get_world_size"),
         (gathers_for_all, r"allgather_.*not those of one rank.*Ask for it in the step"),
+        (exchanges_for_all, r"alltoall_.*not those of one rank"),
+        (exchanges_parts, r"alltoall_base_.*not those of one rank"),
         (sends_objects, r"sends a Python object.*Leave it out"),
         (sums_over_some, r"communicates itself.*Leave it out"),
         (sends_to_one, r"communicates itself.*Leave it out"),
@@ -219,3 +232,11 @@ def test_what_has_no_meaning_on_one_device_is_refused(does: Callable[[Tensor], N
         SOME[:] = [dist.new_group([0])]
         step(model, torch.optim.SGD(model.parameters(), 0.1), torch.randn(4, 5))
     torch.testing.assert_close(model.weight.detach(), before)
+
+
+def test_another_thread_is_left_alone() -> None:
+    """A checkpoint that is saved in the background may send objects while a step is traced."""
+    with object_collectives(lambda *_: "refused"), ThreadPoolExecutor(1) as pool:
+        assert distributed_c10d._object_to_tensor(1, torch.device("cpu"), None) == "refused"
+        tensor, size = pool.submit(distributed_c10d._object_to_tensor, 1, torch.device("cpu"), None).result()
+    assert len(tensor) == size
