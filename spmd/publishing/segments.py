@@ -1,6 +1,6 @@
 """Segments: files in memory that one process writes and others map, each of one version at a time.
 
-Whoever writes holds an exclusive lock, readers hold shared ones, and nobody waits for a lock. The kernel lets go of the
+The writer holds an exclusive lock, readers hold shared ones, and nobody waits for a lock. The kernel lets go of the
 locks of a process that ends. The number of the version is written last and taken away first: a segment that was left
 half written has none.
 """

@@ -38,7 +38,7 @@ def subscribe(
 ) -> Subscription:
     """Read the weights that ``spmd.publish(model, to=to)`` of a process of this host publishes.
 
-    The reader needs no process group, and whoever trains does not wait for it. Waits for the first version, at most
+    The reader needs no process group, and the trainer does not wait for it. Waits for the first version, at most
     ``timeout`` seconds, since tables are compared with what is there.
 
     - ``names``: the table of ``spmd.from_pretrained``, from the names of the model that trains to those wanted here:

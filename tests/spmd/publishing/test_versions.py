@@ -1,4 +1,4 @@
-"""A version never changes while it is read, whatever is published meanwhile, and whoever ends in the middle."""
+"""A version never changes while it is read, whatever is published meanwhile, and whichever process ends midway."""
 
 from __future__ import annotations
 
