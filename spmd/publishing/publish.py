@@ -46,7 +46,10 @@ class Publication(Handle):
         return f"<version {self.version}, {super().__repr__()[1:]}"
 
     def withdraw(self) -> None:
-        """Remove all versions from memory, as the end of the process does; readers keep what they are reading."""
+        """Remove all versions from memory, as the end of the process does; all ranks call it.
+
+        Readers keep what they are reading.
+        """
         publisher = _publishers.get(self.folder)
         if publisher is not None and publisher.last is self:
             publisher.close()
